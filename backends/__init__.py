@@ -1,0 +1,1 @@
+"""Lowerings that turn a planned step graph into a callable."""

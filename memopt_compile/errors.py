@@ -1,0 +1,70 @@
+"""Failures that the user sees. Each says what happened, where, and what to do next."""
+
+from typing import ClassVar
+
+
+class MemoptError(Exception):
+    """Base of every error of this package.
+
+    Args:
+        what: what is wrong, one sentence.
+        where: the option, node or line of the user's source; rendered with `str`.
+        do: what the user can do about it.
+
+    `id` is stable across releases: a message may be reworded, its id never changes meaning.
+    """
+
+    id: ClassVar[str] = "MEMOPT-E001"
+
+    def __init__(self, what: str, where: object = None, do: str | None = None):
+        # `where` becomes text now: an error that crosses a process has to pickle, and a kept
+        # graph node would keep its whole graph alive.
+        self.what = what
+        self.where = None if where is None else str(where)
+        self.do = do
+        super().__init__(self.what, self.where, self.do)
+
+    def __str__(self) -> str:
+        lines = [f"{self.id}: {self.what}"]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.do:
+            lines.append(f"  what to do: {self.do}")
+        lines.append(f"  see docs/errors.md#{self.id.removeprefix('MEMOPT-').lower()}")
+        return "\n".join(lines)
+
+
+class CaptureError(MemoptError):
+    """The training step could not be proved captured, so it is not compiled."""
+
+    id = "MEMOPT-E101"
+
+
+class OptionError(MemoptError):
+    """An option is unknown, has a wrong value, or belongs to a planned feature."""
+
+    id = "MEMOPT-E201"
+
+
+class InfeasibleBudget(MemoptError):
+    """No plan fits the memory budget with the means that the options allow."""
+
+    id = "MEMOPT-E301"
+
+
+class VerifyError(MemoptError):
+    """A step graph breaks one of its own invariants."""
+
+    id = "MEMOPT-E401"
+
+
+class PassError(MemoptError):
+    """A pass failed, or left something other than what it promised."""
+
+    id = "MEMOPT-E501"
+
+
+class NumericsError(MemoptError):
+    """The compiled step's numbers differ from eager by more than its passes declare."""
+
+    id = "MEMOPT-E601"

@@ -1,0 +1,1 @@
+"""Rewrites of the step graph, one a file; no pass imports another."""

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Run the tests. Arguments are passed on to pytest.
+set -euo pipefail
+cd "$(dirname "$0")"
+.ci/setup test
+exec .venv/bin/python -m pytest "$@"
