@@ -1,0 +1,240 @@
+"""Every private torch name the project touches, in one place.
+
+PyTorch keeps whole-step capture behind private modules, so this file is the only
+one that has to change when torch does. Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, output_graph
+from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
+    "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
+    "TracingContext", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
+    "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph", "detect_fake_mode",
+    "frame_hook", "input_descriptor_index", "output_targets", "source_name",
+    "tensor_variables", "tracing", "tracing_scope",
+]
+
+
+def source_name(source: Any) -> str:
+    """A Dynamo source as Python text, such as ``L['self'].opt.state``; ``""`` without one."""
+    if source is None:
+        return ""
+    name = source.name
+    return name() if callable(name) else name
+
+
+def break_graph(what: str, why: str, remedy: str) -> None:
+    """End the traced graph here: the rest of the frame runs by the ordinary path."""
+    unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
+
+
+def backend_of(frame_converter: Any) -> Any:
+    """The function the user named as backend, below torch's wrappers around it."""
+    backend = frame_converter._torchdynamo_orig_backend
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "compiler_fn", None
+        )
+        if inner is None:
+            return backend
+        backend = inner
+
+
+def frame_hook(wrap: Callable[[Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
+    """Run every frame conversion of the process inside ``wrap(backend)``; returns the undo."""
+    original = convert_frame.ConvertFrameAssert.__call__
+
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with wrap(backend_of(self)):
+            return original(self, *args, **kwargs)
+
+    convert_frame.ConvertFrameAssert.__call__ = convert
+
+    def undo() -> None:
+        convert_frame.ConvertFrameAssert.__call__ = original
+
+    return undo
+
+
+@contextlib.contextmanager
+def tracing_scope(
+    *,
+    method_backward: Callable,
+    optimizer_getattr: Callable,
+    validate_outputs: Callable,
+    wrap_symfloat: Callable,
+    autograd_grad: Callable,
+    call_function: Callable,
+) -> Iterator[None]:
+    """Dynamo as whole-step capture needs it, for the frames traced inside only.
+
+    Each argument takes the place of the Dynamo method of that name and is called with the
+    original method first.
+    """
+
+    def replaced(cls: type, name: str, new: Callable) -> Any:
+        original = cls.__dict__[name]
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return new(original, self, *args, **kwargs)
+
+        return mock.patch.object(cls, name, method)
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    original_grad = handlers[torch.autograd.grad]
+
+    def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return autograd_grad(original_grad, self, *args, **kwargs)
+
+    with (
+        dynamo_config.patch(trace_autograd_ops=True),
+        replaced(TensorVariable, "method_backward", method_backward),
+        replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
+        replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
+                 validate_outputs),
+        replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+        replaced(UserFunctionVariable, "call_function", call_function),
+        mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
+    ):
+        yield
+
+
+def dynamic_floats() -> Any:
+    """A scope in which Dynamo takes a Python float as a graph input at first sight."""
+    return dynamo_config.patch(assume_static_by_default=False)
+
+
+def tensor_variables(output: Any) -> dict[int, Any]:
+    """Dynamo's tensor variables by the ``id`` of their fake value."""
+    found: dict[int, Any] = {}
+    known = [*output.input_source_to_var.values(), *output.side_effects.id_to_variable.values()]
+    known += output.leaf_var_creation_order if hasattr(output, "leaf_var_creation_order") else []
+    for variable in known:
+        if isinstance(variable, LazyVariableTracker):
+            if not variable.is_realized():
+                continue
+            variable = variable.realize()
+        if isinstance(variable, TensorVariable):
+            found.setdefault(id(fake_value(variable)), variable)
+    return found
+
+
+def fake_value(variable: Any) -> Any:
+    """The fake tensor that stands for a Dynamo tensor variable."""
+    return variable.as_proxy().node.meta.get("example_value")
+
+
+def pending_gradient(tx: Any, real_parameter: torch.Tensor) -> bool:
+    """Whether ``parameter.grad`` holds a tensor at this point of the trace."""
+    variable = tx.output.side_effects.id_to_variable.get(id(real_parameter))
+    if variable is not None:
+        if isinstance(variable, LazyVariableTracker):
+            variable = variable.realize()
+        if tx.output.side_effects.has_pending_mutation_of_attr(variable, "grad"):
+            value = tx.output.side_effects.load_attr(variable, "grad")
+            return isinstance(value.realize(), TensorVariable)
+    return real_parameter.grad is not None
+
+
+def replaced_gradients(output: Any) -> dict[str, Any]:
+    """Leaves whose ``.grad`` the traced frame sets, by the source of the leaf."""
+    found = {}
+    for variable, attributes in output.side_effects.store_attr_mutations.items():
+        if isinstance(variable, TensorVariable) and "grad" in attributes:
+            if variable.source is not None:
+                found[source_name(variable.source)] = attributes["grad"]
+    return found
+
+
+def input_descriptor_index(node: torch.fx.Node) -> int | None:
+    """Position of an ATen input among the inputs of the Dynamo graph, if it is one of them."""
+    return getattr(node.meta.get("desc"), "idx", None)
+
+
+def output_targets(graph: torch.fx.Graph) -> list[Any]:
+    """AOTAutograd's description of each output (``None`` where it gives none)."""
+    node = graph.output_node()
+    return list(node.meta.get("desc") or [None] * len(node.args[0]))
+
+
+def list_variable(items: list[Any]) -> Any:
+    from torch._dynamo.variables.lists import ListVariable
+
+    return ListVariable(items)
+
+
+def tuple_variable(items: list[Any]) -> Any:
+    from torch._dynamo.variables.lists import TupleVariable
+
+    return TupleVariable(items)
+
+
+def dict_variable(tx: Any, items: dict[str, Any]) -> Any:
+    from torch._dynamo.variables.dicts import ConstDictVariable
+
+    return ConstDictVariable({VariableTracker.build(tx, k): v for k, v in items.items()}, dict)
+
+
+def only_tensor(outputs: Any) -> Any:
+    """The one tensor variable in ``outputs`` (itself, or a list or tuple of one), else None."""
+    if isinstance(outputs, LazyVariableTracker):
+        outputs = outputs.realize()
+    if isinstance(outputs, BaseListVariable) and len(outputs.items) == 1:
+        outputs = outputs.items[0]
+    return outputs if isinstance(outputs, TensorVariable) else None
+
+
+def map_tensors(tx: Any, result: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` over the tensors of a tuple of results, ``None`` left alone."""
+    if isinstance(result, TensorVariable):
+        return function(result)
+    if not isinstance(result, BaseListVariable):
+        return result
+    return tuple_variable([map_tensors(tx, item, function) for item in result.items])
+
+
+def real_value(tx: Any, variable: Any) -> Any:
+    """The user's own tensor behind an input variable, or None for one made in the step."""
+    grapharg = variable.as_proxy().node.meta.get("grapharg")
+    return None if grapharg is None else grapharg.example
+
+
+@contextlib.contextmanager
+def traced_without_grad(tx: Any) -> Iterator[None]:
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+
+    mode = GradModeVariable.create(tx, False, initialized=True)
+    mode.enter(tx)
+    try:
+        yield
+    finally:
+        mode.exit(tx)
+
+
+def global_optimizer_hooks() -> bool:
+    """Whether any hook is registered for all optimizers of the process."""
+    from torch.optim import optimizer
+
+    return bool(optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)

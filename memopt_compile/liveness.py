@@ -1,0 +1,129 @@
+"""Live bytes of a step at every point of its schedule.
+
+The model, shared by planning, scheduling and reports:
+
+- a storage is owned by one node; views and in-place results live in their owner's storage;
+- inputs are resident throughout: the caller holds them;
+- a storage is born when its owner runs and dies after the last node that touches any alias;
+- outputs live to the end;
+- while a node runs it may hold workspace that it frees before it returns (`costs.workspace`).
+
+Sizes are bytes of the whole storage behind a value, not of the view of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Callable, Iterable
+
+from torch import fx
+
+from .step_graph import Phase, StepGraph, nbytes, storage_roots
+
+Workspace = Callable[[fx.Node], int]
+
+
+def no_workspace(node: fx.Node) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """Live bytes while one node runs: transient, that is beyond the inputs."""
+
+    node: fx.Node
+    phase: Phase
+    live_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Predicted memory of one run of a step."""
+
+    resident_bytes: int
+    points: tuple[Point, ...]
+
+    @property
+    def transient_peak_bytes(self) -> int:
+        return max((p.live_bytes for p in self.points), default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.resident_bytes + self.transient_peak_bytes
+
+    @property
+    def peak(self) -> Point | None:
+        return max(self.points, key=lambda p: p.live_bytes, default=None)
+
+
+def owned_bytes(node: fx.Node) -> int:
+    """Bytes that running `node` allocates for its result (0 for views and in-place writes)."""
+    return nbytes(node.meta.get("val"))
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Who owns what: `size` by owner, and the owners that each node touches."""
+
+    size: dict[fx.Node, int]
+    touched: dict[fx.Node, frozenset[fx.Node]]
+    kept: frozenset[fx.Node]
+
+
+def lifetimes(graph: fx.Graph) -> Lifetimes:
+    """Owners and sizes of every storage that the graph itself allocates.
+
+    A multi-output node owns the storages of all its results until its last item is dead,
+    because the tuple that holds them is one value to the program that runs it.
+    """
+    roots = storage_roots(graph)
+    inputs = set(graph.find_nodes(op="placeholder"))
+    owner = {n: n.args[0] if n.target is operator.getitem and roots[n] == {n} else n
+             for n in graph.nodes}
+    size: dict[fx.Node, int] = {}
+    touched: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if roots[node] == {node} and owner[node] is node and node.op != "output":
+            size[node] = owned_bytes(node)
+        touched[node] = frozenset(
+            owner[r] for a in (node, *node.all_input_nodes) for r in roots[a]
+            if owner[r] not in inputs and owner[r].op != "output")
+    output = graph.output_node()
+    kept = frozenset(owner[r] for a in output.all_input_nodes for r in roots[a])
+    return Lifetimes(size, touched, kept)
+
+
+def live_bytes(order: Iterable[fx.Node], life: Lifetimes,
+               workspace: Workspace = no_workspace) -> list[int]:
+    """Transient bytes while each node of `order` runs."""
+    order = list(order)
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(order):
+        for root in life.touched[node]:
+            last[root] = i
+    dying: list[list[fx.Node]] = [[] for _ in order]
+    for root, i in last.items():
+        if root not in life.kept:
+            dying[i].append(root)
+    live, points = 0, []
+    for i, node in enumerate(order):
+        live += life.size.get(node, 0)
+        points.append(live + workspace(node))
+        live -= sum(life.size.get(root, 0) for root in dying[i])
+    return points
+
+
+def resident_bytes(step: StepGraph) -> int:
+    """Bytes of the step's inputs: parameters, buffers, optimizer state, gradients, batch."""
+    return sum(i.nbytes for i in step.inputs)
+
+
+def timeline(step: StepGraph, workspace: Workspace = no_workspace) -> Timeline:
+    """Predicted live bytes of `step` in its present order."""
+    order = list(step.computing())
+    points = live_bytes(order, lifetimes(step.graph), workspace)
+    return Timeline(resident_bytes(step), tuple(
+        Point(node, step.phase(node), live) for node, live in zip(order, points)))

@@ -1,0 +1,297 @@
+"""StepGraph: one whole training step as a graph that passes can read and rewrite.
+
+It owns a functional ATen ``GraphModule`` and says of every input what it is for (`Role`) and
+of every node when in the step it belongs (`Phase`). Gradients stay named after the markers
+that capture left are gone. Nothing about a decision is kept in ``node.meta``.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import re
+from dataclasses import dataclass, field
+from typing import Any, Iterator
+
+import torch
+from torch import Tensor, fx
+
+from .errors import VerifyError
+
+aten = torch.ops.aten
+
+
+class Role(enum.Enum):
+    """What a graph input is for; the letter names it in `StepGraph.text`."""
+
+    PARAMETER = "p"
+    STATE = "s"
+    GRADIENT = "g"
+    BUFFER = "b"
+    BATCH = "x"
+    NUMBER = "n"
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One graph input: `label` is the user's expression for it, `nbytes` its storage."""
+
+    name: str
+    role: Role
+    label: str
+    nbytes: int
+    trained: bool = False
+
+
+@dataclass
+class StepGraph:
+    """A captured step.
+
+    ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
+    computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one
+    backward, in the order in which eager would have finished them.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    phases: dict[fx.Node, Phase] = field(default_factory=dict)
+    gradients: list[fx.Node] = field(default_factory=list)
+    kind: str = "step"
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return self.graph.find_nodes(op="placeholder")
+
+    def computing(self) -> Iterator[fx.Node]:
+        """Nodes that run something, in schedule order."""
+        return (n for n in self.graph.nodes if n.op not in ("placeholder", "output"))
+
+    def roles(self) -> dict[fx.Node, Role]:
+        return {node: i.role for node, i in zip(self.placeholders, self.inputs)}
+
+    def phase(self, node: fx.Node) -> Phase:
+        return self.phases.get(node, Phase.UPDATE)
+
+    def op_counts(self) -> dict[str, int]:
+        """How many nodes of each operator the graph holds."""
+        counts: dict[str, int] = {}
+        for node in self.computing():
+            counts[op_name(node)] = counts.get(op_name(node), 0) + 1
+        return counts
+
+    def reorder(self, order: list[fx.Node]) -> None:
+        """Put the computing nodes into `order` (a permutation of them)."""
+        anchor = None
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                anchor = node
+        for node in order:
+            if anchor is None:
+                first = next(iter(self.graph.nodes))
+                if first is not node:
+                    first.prepend(node)
+            elif anchor.next is not node:
+                anchor.append(node)
+            anchor = node
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let every user of `node` read `by`, and drop `node`."""
+        node.replace_all_uses_with(by)
+        self.gradients = [by if g is node else g for g in self.gradients]
+        self.erase(node)
+
+    def erase(self, node: fx.Node) -> None:
+        self.graph.erase_node(node)
+        self.phases.pop(node, None)
+
+    def text(self) -> str:
+        """The step as text: stable from run to run, without paths, fit for a golden file."""
+        names = short_names(self)
+        lines = []
+        for node, given in zip(self.placeholders, self.inputs):
+            trained = " trained" if given.trained else ""
+            lines.append(f"{names[node]}: {describe(node)}  # {given.role.name.lower()}{trained}")
+        phase = None
+        for node in self.computing():
+            if self.phase(node) is not phase:
+                phase = self.phase(node)
+                lines.append(f"{phase.value}:")
+            lines.append(f"  {names[node]}: {describe(node)} = {op_name(node)}"
+                         f"({_arguments(node, names)})")
+        results = ", ".join(_render(a, names) for a in self.graph.output_node().args[0])
+        return "\n".join([*lines, f"return {results}"]) + "\n"
+
+    def verify(self) -> None:
+        """Raise `VerifyError` unless the graph is well formed and safe to run in its order."""
+        self.graph.lint()
+        if len(self.placeholders) != len(self.inputs):
+            raise VerifyError(
+                f"the graph has {len(self.placeholders)} inputs and {len(self.inputs)} roles",
+                do="give a role to every input that a pass adds or removes")
+        lost = [n.name for n in self.computing() if n not in self.phases]
+        if lost:
+            raise VerifyError(f"nodes without a phase: {', '.join(lost[:5])}",
+                              do="a pass that adds nodes says which phase they are in")
+        stale_read = first_stale_read(self.graph)
+        if stale_read is not None:
+            read, write = stale_read
+            raise VerifyError(
+                f"{read.name} reads a value after {write.name} has overwritten it",
+                where=source_line(read), do="keep every read of a tensor before its write")
+
+
+def op_name(node: fx.Node) -> str:
+    """The operator's short name, with its overload where that is not the default."""
+    if node.op == "get_attr":
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
+        return name if overload in ("default", "Tensor", "") else f"{name}.{overload}"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def describe(node: fx.Node) -> str:
+    """Type and shape of a node's value, such as ``f32[16, 8]``."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        kind = re.sub(r"^(?:float|complex|uint|int|bfloat)(\d+)$",
+                      lambda m: {"f": "f", "c": "c", "u": "u", "i": "i", "b": "bf"}[m[0][0]] + m[1],
+                      kind)
+        return f"{kind}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} values"
+    return type(value).__name__
+
+
+def short_names(step: StepGraph) -> dict[fx.Node, str]:
+    """``p0, p1, s0 ...`` for inputs by role, ``mm_0, mm_1 ...`` for nodes by operator."""
+    counts: dict[str, int] = {}
+
+    def next_name(stem: str, joint: str) -> str:
+        counts[stem] = counts.get(stem, -1) + 1
+        return f"{stem}{joint}{counts[stem]}"
+
+    names = {node: next_name(given.role.value, "")
+             for node, given in zip(step.placeholders, step.inputs)}
+    for node in step.computing():
+        names[node] = next_name(op_name(node).split(".")[0].strip("_"), "_")
+    return names
+
+
+def _render(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_render(v, names) for v in value) + "]"
+    return str(value)
+
+
+def _arguments(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    named = [f"{k}={_render(v, names)}" for k, v in sorted(node.kwargs.items())]
+    return ", ".join([_render(a, names) for a in node.args] + named)
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The user's line that made `node`, as ``file:line code``, from the trace's stack."""
+    stack = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = [(line, stack[i + 1] if i + 1 < len(stack) else "")
+              for i, line in enumerate(stack) if line.startswith("File ")]
+    for line, code in reversed(frames):
+        match = re.match(r'File "(.*)", line (\d+)', line)
+        if match and "/torch/" not in match[1]:
+            return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} {code}"
+    return None
+
+
+# ------------------------------------------------------------------- aliases and writes
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose storage `node` writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+            if isinstance(value, fx.Node):
+                written.append(value)
+            elif isinstance(value, (list, tuple)):
+                written += [v for v in value if isinstance(v, fx.Node)]
+    return written
+
+
+def aliased_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose storage the value of `node` shares: none if it owns its storage."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return aliased_args(source) if isinstance(source, fx.Node) else []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema
+    returned = set().union(*[r.alias_info.before_set for r in schema.returns
+                             if r.alias_info is not None]) if schema.returns else set()
+    shared = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & returned:
+            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value])
+                       if isinstance(v, fx.Node)]
+    return shared
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For every node, the nodes that own the storages its value lives in."""
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = aliased_args(node) if node.op == "call_function" else []
+        roots[node] = (frozenset().union(*(roots[a] for a in shared)) if shared
+                       else frozenset([node]))
+    return roots
+
+
+def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
+    """A node that reads, through any alias, what an earlier node has overwritten.
+
+    Values are functional, so a read means the value from before the write, unless it reads
+    the writing node itself.
+    """
+    roots = storage_roots(graph)
+    version: dict[fx.Node, int] = {}  # writes so far, by owner
+    seen: dict[fx.Node, dict[fx.Node, int]] = {}  # node -> owner -> version its value shows
+    writer: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        written = {r for a in mutated_args(node) for r in roots[a]}
+        for argument in node.all_input_nodes:
+            for root in roots[argument]:
+                # Returning an updated input as a result is how a step hands it back.
+                if seen[argument].get(root, 0) != version.get(root, 0):
+                    if node.op != "output":
+                        return node, writer[root]
+        for root in written:
+            version[root] = version.get(root, 0) + 1
+            writer[root] = node
+        seen[node] = {root: version.get(root, 0) for root in roots[node]}
+    return None
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of the storage behind a tensor value (nests are summed); 0 for numbers."""
+    if isinstance(value, Tensor):
+        return value.untyped_storage().nbytes()
+    if isinstance(value, (tuple, list)):
+        return sum(nbytes(v) for v in value)
+    return 0
+
+
