@@ -52,8 +52,10 @@ gradient.register_fake(lambda value: torch.empty_like(value))
 class Notes:
     """What was seen while one frame was traced, for the backend that gets its graph."""
 
+    frame: Any = None
+    where: str = ""
+    resumed: bool = False
     backwards: int = 0
-    leaves: list[str] = field(default_factory=list)
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
 
@@ -99,6 +101,11 @@ def _get_value(step: Any) -> Any:
     return step.to(torch.float64) if isinstance(step, Tensor) else step
 
 
+def _to_scalar(number: Any) -> Any:
+    """A learning rate or beta as it is: capture has made a 0-dim tensor of it already."""
+    return number
+
+
 def _single_tensor_forms() -> dict[Any, Callable]:
     """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
     forms: dict[Any, Callable] = {}
@@ -111,8 +118,9 @@ def _single_tensor_forms() -> dict[Any, Callable]:
             if single is not None and other is not None:
                 forms[_undisabled(other)] = single
                 forms[other] = single
-        if hasattr(module, "_get_value"):
-            forms[module._get_value] = _get_value
+        for name, form in (("_get_value", _get_value), ("_to_scalar", _to_scalar)):
+            if hasattr(module, name):
+                forms[getattr(module, name)] = form
     return forms
 
 
@@ -163,7 +171,7 @@ def _traced_step(self: Any, tx: Any) -> Any:
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
         optimizer._opt_called = True  # what a scheduler's wrapper of `step` records
     update = compat.VariableTracker.build(tx, _own_step(optimizer))
-    return _BoundStep(self, update)
+    return _BoundStep(self, update, source=compat.attribute_source(self, "step"))
 
 
 class _BoundStep(compat.VariableTracker):
@@ -296,10 +304,20 @@ def _validate_outputs(original: Callable, self: Any, rv: Any, tx: Any) -> None:
 
 
 def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
-    if compat.source_name(self.source).endswith("['lr']"):
+    """A number of a parameter group becomes a 0-dim float64 input once it may change.
+
+    As a tensor it takes part in every operator; as a symbolic float it would be specialized,
+    and the step recompiled, wherever an operator wants a plain number.
+    """
+    name = compat.source_name(self.source)
+    if ".param_groups[" not in name:
+        return original(self, value)
+    if name.endswith("['lr']"):
         with compat.dynamic_floats():
-            return original(self, value)
-    return original(self, value)
+            result = original(self, value)
+    else:
+        result = original(self, value)
+    return compat.tensor_of_number(self, result)
 
 
 _FORMS: dict[Any, Callable] = {}
@@ -316,10 +334,14 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
 
 
 @contextlib.contextmanager
-def scope() -> Iterator[Notes]:
-    """Trace the frames inside for whole-step capture; others in the process are untouched."""
+def scope(code: Any = None) -> Iterator[Notes]:
+    """Trace the frame of `code` for whole-step capture; others in the process are untouched."""
     global _notes
     outer, _notes = _notes, Notes()
+    if code is not None:
+        _notes.frame = code
+        _notes.where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+        _notes.resumed = code.co_name.startswith("torch_dynamo_resume_in_")
     if not _FORMS:
         _FORMS.update(_single_tensor_forms())
     try:
@@ -335,4 +357,5 @@ def scope() -> Iterator[Notes]:
 
 def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
-    return compat.frame_hook(lambda backend: scope() if is_ours(backend) else contextlib.nullcontext())
+    return compat.frame_hook(
+        lambda backend, code: scope(code) if is_ours(backend) else contextlib.nullcontext())

@@ -62,13 +62,13 @@ def backend_of(frame_converter: Any) -> Any:
         backend = inner
 
 
-def frame_hook(wrap: Callable[[Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
-    """Run every frame conversion of the process inside ``wrap(backend)``; returns the undo."""
+def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
+    """Convert every frame of the process inside ``wrap(backend, code)``; returns the undo."""
     original = convert_frame.ConvertFrameAssert.__call__
 
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with wrap(backend_of(self)):
-            return original(self, *args, **kwargs)
+    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with wrap(backend_of(self), frame.f_code):
+            return original(self, frame, *args, **kwargs)
 
     convert_frame.ConvertFrameAssert.__call__ = convert
 
@@ -238,3 +238,59 @@ def global_optimizer_hooks() -> bool:
     from torch.optim import optimizer
 
     return bool(optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+
+
+def attribute_source(variable: Any, name: str) -> Any:
+    """Where Dynamo finds ``variable.name`` again when a graph ends before it is used up."""
+    from torch._dynamo.source import AttrSource
+
+    return AttrSource(variable.source, name) if variable.source else None
+
+
+def tensor_of_number(builder: Any, result: Any) -> Any:
+    """The 0-dim float64 tensor that Dynamo feeds in for a changing Python float.
+
+    Dynamo makes that tensor and then takes ``item()`` of it; here the tensor itself is the
+    value. A number that Dynamo holds constant is returned as it is.
+    """
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.tensor import UnspecializedPythonVariable
+
+    known = builder.tx.output.unspec_variable_map
+    variable = known.get(builder.name)
+    if isinstance(variable, UnspecializedPythonVariable):
+        proxy = builder.tx.output.create_proxy("call_method", "clone", (variable.as_proxy(),), {})
+        known[builder.name] = variable = wrap_fx_proxy(builder.tx, proxy)
+    return result if variable is None else variable
+
+
+def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str | None]:
+    """(the user's line, the first line of the reason) if Dynamo ended this graph early."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return "", None
+    frames = [f for f in found.user_stack if "/torch/" not in f.filename]
+    where = frames[-1] if frames else None
+    line = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno} {where.line or ''}" if where else ""
+    return line, " ".join(found.reason.strip().split("\n")[0].split())
+
+
+def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+    """`torch.compile`'s own way, for graphs without a backward of their own."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs)
+
+
+def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def with_optimized_original(function: Any) -> Any:
+    """The user's own function behind a `torch.compile` result (a function, method or module)."""
+    if isinstance(function, torch.nn.Module):
+        function = getattr(function, "_orig_mod", function).forward
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    return getattr(function, "__func__", function)

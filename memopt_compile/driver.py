@@ -1,4 +1,10 @@
-"""The front door: `torch.compile(step, backend="memopt")` ends here."""
+"""The front door: `torch.compile(step, backend="memopt", options={...})` ends here.
+
+The story of one compilation: read the options, say what kind of graph Dynamo handed over,
+have AOTAutograd turn it into one ATen graph, give that graph roles and phases, run the
+pipeline over it, hold its predicted peak against the budget, lower it, and remember all of
+this for `memopt.report`.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +14,187 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from . import build, capture, compat
+from . import build, capture, compat, devices
 from .backends import eager
-from .options import Options
+try:  # TEMPORARY while the parts are being written
+    from . import pipelines
+except ImportError:
+    class pipelines:
+        default = staticmethod(lambda *a: ())
+        run = staticmethod(lambda *a, **k: ())
+try:
+    from .backends import inductor
+except ImportError:
+    class inductor:
+        compiler_available = staticmethod(lambda d: False)
+try:
+    from .costs import workspace as eager_workspace
+except ImportError:
+    eager_workspace = lambda step: (lambda node: 0)
+last = []
+from .errors import InfeasibleBudget, MemoptError, OptionError
+from .liveness import timeline
+from .options import Options, format_bytes, refuse_unbuilt
+from .report import Compilation, remember
 
 log = logging.getLogger("memopt_compile")
 
 
+class _NotWhole(Exception):
+    """AOTAutograd wants to differentiate the step again: it is not a whole step."""
+
+
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable:
-    opts = Options.from_dict(options or {})
-    origin = build.dynamo_inputs(gm)
+    """Compile one Dynamo graph. `options` are the fields of `Options`; `mode` is refused.
+
+    A `MemoptError` is raised by the first call of the result, so that the user sees it as
+    itself and not as a failure of torch.
+    """
+    try:
+        opts = Options.from_dict(options)
+        if mode is not None:
+            raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
+                              do="leave it out: memopt's settings are in options={...}")
+        refuse_unbuilt(opts)
+        return _compile(gm, example_inputs, opts)
+    except MemoptError as error:
+        return _raiser(error)
+
+
+def _raiser(error: MemoptError) -> Callable:
+    def fail(*inputs: Any) -> None:
+        raise error
+
+    return fail
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable:
     notes = capture.notes()
-    detach_outputs(gm)
+    kind = "step" if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad) else "model"
+    lowering = opts.lowering
+    if lowering == "inductor" and not inductor.compiler_available(_device(example_inputs)):
+        lowering = "eager"
+        log.warning("no C++ compiler found: running the eager lowering (install g++ for Inductor)")
+    where, reason = compat.graph_break(gm)
+    record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where)
+    remember(notes.frame, record)
+    if reason and not (notes.backwards and notes.optimizers) and not notes.resumed:
+        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right numbers "
+                    "and without memopt's savings from here on.", where or notes.where, reason)
+        record.reason = f"{where}: {reason}"
+    log.info("%s: %s", notes.where, _kind_line(kind, notes))
+    if kind == "model":
+        return _compile_model(gm, example_inputs, record)
+    return _compile_step(gm, example_inputs, record, notes)
+
+
+def _kind_line(kind: str, notes: capture.Notes) -> str:
+    if kind == "model":
+        return "model mode (no backward in the graph): activations only"
+    names = ", ".join(sorted({type(o).__name__ for o in notes.optimizers})) or "no optimizer"
+    return f"whole-step mode: {notes.backwards} backward(s), {names}, in one graph"
+
+
+def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation,
+                  notes: capture.Notes) -> Callable:
+    origin = build.dynamo_inputs(gm)
+    _detach_outputs(gm)
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        step = build.step_graph(module, origin)
-        step.verify()
-        last.append(step)
+        if record.lowering == "inductor":
+            module = inductor.prepare(module)
+        return _lower(build.step_graph(module, origin), record)
+
+    def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        raise _NotWhole
+
+    try:
+        run = compat.aot_module_simplified(
+            gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
+            keep_inference_input_mutations=True,
+            decompositions=inductor.decompositions() if record.lowering == "inductor" else None)
+    except Exception as error:
+        if not _caused_by(error, _NotWhole):
+            raise _cause(error, MemoptError) or error
+        record.kind, record.reason = "ordinary", "the step changes a tensor that autograd still follows"
+        log.warning("%s: not captured whole: %s. It runs by the ordinary path; make such changes "
+                    "under torch.no_grad().", notes.where, record.reason)
+        return gm.forward
+    stale = [i for i, (label, _, _) in enumerate(origin)
+             if label in notes.replaced_gradients and not _reads_gradient(origin, label)]
+    return _dropping_gradients(run, stale) if stale else run
+
+
+def _reads_gradient(origin: Sequence[tuple[str, Any, bool]], leaf: str) -> bool:
+    return any(label == f"{leaf}.grad" for label, _, _ in origin)
+
+
+def _dropping_gradients(run: Callable, leaves: Sequence[int]) -> Callable:
+    """The step replaces these leaves' gradients unread: free the old ones before it runs, as
+    ``zero_grad()`` at its start does in eager."""
+
+    def run_without_old_gradients(*inputs: Any) -> Any:
+        for i in leaves:
+            inputs[i].grad = None
+        return run(*inputs)
+
+    return run_without_old_gradients
+
+
+def _lower(step: build.StepGraph, record: Compilation) -> Callable:
+    """Pipeline, budget and lowering of one step graph."""
+    workspace = eager_workspace(step) if record.lowering == "eager" else None
+    last.append(step)
+    step.verify()
+    record.before = timeline(step, *([workspace] if workspace else []))
+    record.passes = pipelines.run(step, pipelines.default(record.options, record.lowering),
+                                  workspace=workspace)
+    record.step = step
+    record.after = timeline(step, *([workspace] if workspace else []))
+    if record.lowering == "eager":
+        lowered = eager.lower(step)
+        record.predicted_peak_bytes = record.after.peak_bytes
+    else:
+        lowered = inductor.lower(step)
+        record.predicted_peak_bytes = (record.after.resident_bytes
+                                       + inductor.predicted_transient_peak(lowered))
+    _hold_to_budget(record)
+    record.dump()
+    return record.measured(lowered)
+
+
+def _hold_to_budget(record: Compilation) -> None:
+    budget = record.options.memory_budget
+    if budget is None:
+        return
+    limit = devices.budget_bytes(budget, record.before.peak_bytes, record.device)
+    if record.predicted_peak_bytes > limit:
+        raise InfeasibleBudget(
+            f"the step needs {format_bytes(record.predicted_peak_bytes)} at its peak and the budget "
+            f"is {format_bytes(limit)}; {format_bytes(record.after.resident_bytes)} of that are "
+            "parameters, optimizer state, buffers and the batch",
+            where=record.peak_line(),
+            do="raise memory_budget, shrink the batch, or split it with memopt.micro_batches")
+
+
+def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation) -> Callable:
+    """A model or a loss alone: its forward and backward, lowered as `torch.compile` does."""
+    if record.lowering == "inductor":
+        return compat.compile_with_inductor(gm, example_inputs)
+    origin = build.dynamo_inputs(gm)
+
+    def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        step = build.step_graph(module, origin, kind="model")
+        pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
     return compat.aot_module_simplified(
-        gm, example_inputs, fw_compiler=lower, inference_compiler=lower,
-        keep_inference_input_mutations=True)
+        gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
+        partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)
 
-last = []
 
-def detach_outputs(gm: fx.GraphModule) -> None:
+def _detach_outputs(gm: fx.GraphModule) -> None:
     """Return used-up tensors without their autograd graph, so that the graph is whole."""
     output = gm.graph.output_node()
     results = []
@@ -50,4 +210,19 @@ def detach_outputs(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-_uninstall = capture.install(lambda fn: fn is backend)
+def _device(inputs: Sequence[Any]) -> torch.device:
+    return next((i.device for i in inputs if isinstance(i, torch.Tensor) and i.device.type != "cpu"),
+                torch.device("cpu"))
+
+
+def _cause(error: BaseException | None, kind: type) -> Any:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _caused_by(error: BaseException, kind: type) -> bool:
+    return _cause(error, kind) is not None
+
+
+uninstall = capture.install(lambda function: function is backend)

@@ -1,0 +1,45 @@
+"""A `torch.compile` backend that makes whole training steps fit.
+
+>>> step = torch.compile(step, backend="memopt", options={"memory_budget": "6GiB"})
+
+Importing this package registers nothing but a scope around Dynamo's tracing that is inert for
+every other backend; `memopt_compile.driver.uninstall()` takes it away again.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import compile, explain, micro_batches, report
+    from .errors import (CaptureError, InfeasibleBudget, MemoptError, NumericsError, OptionError,
+                         PassError, VerifyError)
+    from .measure import measure
+    from .options import Options
+    from .timeline import draw
+
+# Loaded at first use: importing the package costs nothing beyond torch.
+_HOME = {
+    **dict.fromkeys(("compile", "explain", "report", "micro_batches"), "api"),
+    **dict.fromkeys(("MemoptError", "CaptureError", "OptionError", "InfeasibleBudget",
+                     "VerifyError", "PassError", "NumericsError"), "errors"),
+    "Options": "options",
+    "measure": "measure",
+    "draw": "timeline",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
