@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
+import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
@@ -57,6 +59,7 @@ class Notes:
     resumed: bool = False
     backwards: int = 0
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[Any, Any] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
 
 
@@ -310,16 +313,30 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
     and the step recompiled, wherever an operator wants a plain number.
     """
     name = compat.source_name(self.source)
-    if ".param_groups[" not in name:
+    if ".param_groups[" not in name or not math.isfinite(value):
         return original(self, value)
-    if name.endswith("['lr']"):
-        with compat.dynamic_floats():
-            result = original(self, value)
-    else:
-        result = original(self, value)
-    return compat.tensor_of_number(self, result)
+    if not (name.endswith("['lr']") or compat.changes(self, value)):
+        return original(self, value)
+    number = compat.number_input(self, value)
+    _notes.numbers[number.as_proxy().node] = (self.get_source(), value)
+    return number
 
 
+def _call_builtin(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """``momentum != 0`` and the like are decided now, with a guard on the answer."""
+    if self.fn in COMPARISONS and _notes.numbers and len(args) == 2:
+        known = _notes.numbers.get(compat.node_of(args[0]))
+        constant, other = compat.constant_value(args[1].realize())
+        if known and constant and isinstance(other, (int, float)):
+            compare, (source, value) = self.fn, known
+            answer = compare(value, other)
+            compat.guard_value(source, lambda v: compare(v, other) == answer,
+                               f"{compat.source_name(source)} {compare.__name__} {other}")
+            return compat.VariableTracker.build(tx, answer)
+    return original(self, tx, args, kwargs)
+
+
+COMPARISONS = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 _FORMS: dict[Any, Callable] = {}
 
 
@@ -349,6 +366,7 @@ def scope(code: Any = None) -> Iterator[Notes]:
             method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
+            call_builtin=_call_builtin,
         ):
             yield _notes
     finally:

@@ -7,6 +7,7 @@ one that has to change when torch does. Checked against torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any, Callable, Iterator
 from unittest import mock
 
@@ -16,6 +17,8 @@ from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
@@ -87,6 +90,7 @@ def tracing_scope(
     wrap_symfloat: Callable,
     autograd_grad: Callable,
     call_function: Callable,
+    call_builtin: Callable,
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
@@ -102,6 +106,15 @@ def tracing_scope(
 
         return mock.patch.object(cls, name, method)
 
+    def tensor_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
+        # torch 2.13 writes a source onto what it finds here, also when that is the shared
+        # constant None (`p.grad` after it was set to None): a later frame of the process
+        # then "finds" its own None in this frame's locals.
+        result = original(self, tx, name)
+        if isinstance(result, ConstantVariable) and result is ConstantVariable.create(result.value):
+            result.source = None
+        return result
+
     handlers = TorchInGraphFunctionVariable._get_handlers()
     original_grad = handlers[torch.autograd.grad]
 
@@ -111,19 +124,16 @@ def tracing_scope(
     with (
         dynamo_config.patch(trace_autograd_ops=True),
         replaced(TensorVariable, "method_backward", method_backward),
+        replaced(TensorVariable, "var_getattr", tensor_getattr),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
+        replaced(BuiltinVariable, "call_function", call_builtin),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
     ):
         yield
-
-
-def dynamic_floats() -> Any:
-    """A scope in which Dynamo takes a Python float as a graph input at first sight."""
-    return dynamo_config.patch(assume_static_by_default=False)
 
 
 def tensor_variables(output: Any) -> dict[int, Any]:
@@ -247,21 +257,61 @@ def attribute_source(variable: Any, name: str) -> Any:
     return AttrSource(variable.source, name) if variable.source else None
 
 
-def tensor_of_number(builder: Any, result: Any) -> Any:
-    """The 0-dim float64 tensor that Dynamo feeds in for a changing Python float.
+def changes(builder: Any, value: float) -> bool:
+    """Whether Dynamo has seen another value of this number before (and counts this one)."""
+    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, process_automatic_dynamic
 
-    Dynamo makes that tensor and then takes ``item()`` of it; here the tensor itself is the
-    value. A number that Dynamo holds constant is returned as it is.
+    entry = process_automatic_dynamic(
+        builder.tx, source_name(builder.source), FrameStateSizeEntry.make_scalar(value))
+    return entry.scalar is auto_dynamic
+
+
+def number_input(builder: Any, value: float) -> Any:
+    """A Python float of the user as a 0-dim float64 graph input.
+
+    Dynamo's own way makes the same tensor, then a symbolic float of it, which it specializes
+    to a constant wherever an operator wants a plain number.
     """
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-    from torch._dynamo.variables.tensor import UnspecializedPythonVariable
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import FloatTensorSource
+    from torch._dynamo.variables.builder import (
+        GraphArg, wrap_fx_proxy_cls, wrap_to_fake_tensor_and_record)
 
-    known = builder.tx.output.unspec_variable_map
-    variable = known.get(builder.name)
-    if isinstance(variable, UnspecializedPythonVariable):
-        proxy = builder.tx.output.create_proxy("call_method", "clone", (variable.as_proxy(),), {})
-        known[builder.name] = variable = wrap_fx_proxy(builder.tx, proxy)
-    return result if variable is None else variable
+    known, source = builder.tx.output.unspec_variable_map, builder.get_source()
+    if builder.name not in known:
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+        tensor = torch.tensor(value, dtype=torch.float64)
+        fake = wrap_to_fake_tensor_and_record(
+            tensor, tx=builder.tx, is_tensor=False, source=FloatTensorSource(source))
+        proxy = builder.tx.output.root_tracer.create_graph_input(
+            re.sub(r"[^a-zA-Z0-9]+", "_", builder.name), type(tensor), fake, source=source)
+        known[builder.name] = wrap_fx_proxy_cls(
+            TensorVariable, tx=builder.tx, proxy=proxy, example_value=fake, subclass_type=None)
+        proxy.node.meta["grapharg"] = GraphArg(
+            source, tensor, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False,
+            example_strong_ref=tensor)
+    return known[builder.name]
+
+
+def guard_value(source: Any, holds: Callable[[Any], bool], text: str) -> None:
+    """Recompile once ``holds(value of source)`` is false."""
+    from torch._dynamo.guards import install_guard
+
+    def add_guard(builder: Any, guard: Any) -> None:
+        manager = builder.get_guard_manager(guard)
+        try:
+            manager.add_lambda_guard(holds, [text])
+        except TypeError:  # torch 2.13 also takes the user's stack
+            manager.add_lambda_guard(holds, [text], None)
+
+    install_guard(source.make_guard(add_guard))
+
+
+def constant_value(variable: Any) -> tuple[bool, Any]:
+    """(whether Dynamo holds the variable constant, its value)."""
+    if variable.is_python_constant():
+        return True, variable.as_python_constant()
+    return False, None
 
 
 def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str | None]:
@@ -294,3 +344,9 @@ def with_optimized_original(function: Any) -> Any:
         function = getattr(function, "_orig_mod", function).forward
     function = getattr(function, "_torchdynamo_orig_callable", function)
     return getattr(function, "__func__", function)
+
+
+def node_of(variable: Any) -> Any:
+    """The graph node behind a tensor variable, None for anything else."""
+    variable = variable.realize()
+    return variable.as_proxy().node if isinstance(variable, TensorVariable) else None

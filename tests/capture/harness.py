@@ -1,0 +1,90 @@
+"""Train a row twice, eager and compiled, and compare everything that training changes."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memopt_compile import driver
+from rows import CLASSES, WIDTH, Loop
+
+STEPS = 7
+
+
+def train(build: Callable[[], Loop], compile: Callable | None = None, steps: int = STEPS,
+          dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Results, parameters, gradients, buffers and optimizer state after `steps` steps."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(0)
+        loop = build()
+        step = loop.wrap(loop.step, compile) if compile else loop.wrap(loop.step, lambda f: f)
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(2)
+        results = []
+        for i in range(steps):
+            x = torch.randn(loop.batch(i), WIDTH, generator=generator, dtype=dtype)
+            y = torch.randint(CLASSES, (loop.batch(i),), generator=generator)
+            results.append(_plain(step(x, y, *loop.arguments(i))))
+            loop.after(i)
+    finally:
+        torch.set_default_dtype(default)
+    return {
+        "results": results,
+        "state": [{k: v.clone() for k, v in m.state_dict().items()} for m in loop.modules],
+        "gradients": [{n: None if p.grad is None else p.grad.clone() for n, p in
+                       m.named_parameters()} for m in loop.modules],
+        "optimizers": [_plain(o.state_dict()["state"]) for o in loop.optimizers],
+        "random": torch.get_rng_state(),
+    }
+
+
+def compiled(build: Callable[[], Loop], lowering: str = "eager", dtype: torch.dtype = torch.float64,
+             **options: Any) -> tuple[dict[str, Any], list]:
+    """The same with the step compiled, and the compilations that it took."""
+    torch._dynamo.reset()
+    made: list = []
+
+    def compile(step: Any) -> Any:
+        return torch.compile(step, backend="memopt", options={"lowering": lowering, **options})
+
+    with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)):
+        return train(build, compile, dtype=dtype), made
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def largest_difference(a: Any, b: Any, path: str = "") -> tuple[float, str]:
+    """The largest relative difference between two nests, and where it is."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
+            return float("inf"), path
+        a, b = a.double(), b.double()
+        scale = float(torch.maximum(a.abs(), b.abs()).max()) if a.numel() else 0.0
+        difference = float((a - b).abs().max()) if a.numel() else 0.0
+        return (difference / max(scale, 1e-8) if difference == difference else float("inf")), path
+    if isinstance(a, dict):
+        if not isinstance(b, dict) or a.keys() != b.keys():
+            return float("inf"), path
+        pairs = [(a[k], b[k], f"{path}.{k}") for k in a]
+    elif isinstance(a, list):
+        if not isinstance(b, list) or len(a) != len(b):
+            return float("inf"), path
+        pairs = [(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b))]
+    elif isinstance(a, float):
+        return abs(a - b) / max(abs(a), abs(b), 1e-8), path
+    else:
+        return (0.0 if a == b else float("inf")), path
+    return max((largest_difference(*pair) for pair in pairs), default=(0.0, path))

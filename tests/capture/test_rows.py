@@ -1,0 +1,58 @@
+"""Every way of writing a step in `rows` equals eager to float64 rounding, in one graph."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import rows
+from harness import compiled, largest_difference, train
+
+
+def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9):
+    expected = train(build)
+    got, compilations = compiled(build)
+    difference, where = largest_difference(expected, got)
+    assert difference <= tolerance, f"{where}: {difference:.3e}"
+    steps = [c for c in compilations if c.kind == "step"]
+    if whole:
+        assert steps, [(c.kind, c.reason) for c in compilations]
+        assert not [c.reason for c in compilations if c.reason]
+        assert len(steps) <= graphs, "recompiled after the second call"
+    return compilations
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_row(name):
+    check(rows.ROWS[name])
+
+
+@pytest.mark.parametrize("name", rows.OPTIMIZERS)
+def test_optimizer(name):
+    check(lambda: rows.with_optimizer(name))
+
+
+@pytest.mark.parametrize("name", rows.ORDINARY)
+def test_ordinary_path(name, caplog):
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        check(rows.ORDINARY[name], whole=False)
+    lines = [r.message for r in caplog.records if "not captured whole" in r.message]
+    assert len(lines) == 1, lines
+    assert ".py:" in lines[0]
+
+
+@pytest.mark.parametrize("name", rows.ORDINARY)
+def test_fullgraph_refuses(name):
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as caught:
+        train(rows.ORDINARY[name], lambda f: torch.compile(f, backend="memopt", fullgraph=True,
+                                             options={"lowering": "eager"}))
+    assert "torch._dynamo" in type(caught.value).__module__ or "memopt" in type(caught.value).__module__
+
+
+def test_autocast():
+    expected = train(rows.autocast, dtype=torch.float32)
+    got, _ = compiled(rows.autocast, dtype=torch.float32)
+    assert largest_difference(expected, got)[0] <= 2e-2
