@@ -1,0 +1,235 @@
+"""Inductor lowering: the step as a few compiled pieces and a program that calls them in order.
+
+The step is cut by `pieces`; each distinct piece is compiled once in the life of the process,
+so that neither depth nor a second capture costs compile time. The program is generated and
+printable (`Lowered.source`):
+
+1. Pieces run in the step's order: the plan is what happens.
+2. A value is let go at its last use. It is handed over in a list that the piece empties, so
+   the piece can free it before it returns.
+3. What no piece may hold (views among the results, numbers, seeds; see `pieces`) the program
+   computes itself.
+
+``whole=True``, and steps that cannot be cut (dynamic sizes, for one), make one big piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .. import compat_inductor
+from ..pieces import Piece, can_cut, constant, is_host, is_view, one_piece, pieces, root
+from ..step_graph import StepGraph, op_name
+
+decompositions = compat_inductor.decompositions
+prepare = compat_inductor.joint_graph_passes
+
+
+def compiler_available(device: torch.device | str = "cpu") -> bool:
+    """Whether Inductor can generate code for `device`: a C++ compiler, or Triton."""
+    if torch.device(device).type == "cpu":
+        return compat_inductor.has_cpp_compiler()
+    return compat_inductor.has_triton()
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    run: Callable[[list], Any]
+    source: str
+
+
+_cache: dict[tuple[str, str], _Compiled] = {}
+
+
+def forget() -> None:
+    """Drop all compiled pieces: for `torch.compiler.reset`."""
+    _cache.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A boxed callable: takes the list of inputs, empties it, returns the tuple of outputs.
+
+    ``called`` has one name for each call of a piece, ``compiled`` those that this lowering had
+    to compile.
+    """
+
+    run: Callable[[list], tuple]
+    source: str
+    called: tuple[str, ...]
+    compiled: tuple[str, ...]
+    transient_peak_bytes: Callable[[], int]
+
+    _boxed_call = True
+
+    def __call__(self, inputs: list) -> tuple:
+        return self.run(inputs)
+
+    @property
+    def distinct(self) -> int:
+        return len(set(self.called))
+
+
+def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
+    """Compile the step's pieces and the program that calls them."""
+    parts = [one_piece(step)] if whole or not can_cut(step) else pieces(step)
+    settings = compat_inductor.settings()
+    names: dict[Any, str] = {}
+    bound: dict[str, _Compiled] = {}
+    called, new = [], []
+    for part in parts:
+        name = names.setdefault(part.key or part, f"piece_{len(names)}")
+        called.append(name)
+        if name not in bound:
+            bound[name], fresh = _compile(part, settings)
+            new += [name] if fresh else []
+    text, objects = source(step, list(zip(called, parts)))
+    run = _load(text, {**objects, **{name: c.run for name, c in bound.items()}})
+    values = [n.meta["val"] for n in step.placeholders]
+
+    def peak() -> int:
+        dry = {name: compat_inductor.dry_call(c.source) for name, c in bound.items()}
+        return _dry_peak(text, {**objects, **dry}, values)
+
+    return Lowered(run, text, tuple(called), tuple(new), peak)
+
+
+def predicted_transient_peak(lowered: Lowered) -> int:
+    """Bytes beyond the inputs at the worst moment of a run, by a dry run of the program on
+    fake tensors: Inductor's own allocations, reuses and deletions without its kernels."""
+    return lowered.transient_peak_bytes()
+
+
+def _compile(piece: Piece, settings: str) -> tuple[_Compiled, bool]:
+    """The piece compiled, and whether it was new to the process."""
+    key = (piece.key or "", settings)
+    if piece.key is not None and key in _cache:
+        return _cache[key], False
+    compiled = _Compiled(*compat_inductor.compile_graph(piece.module))
+    if piece.key is not None:
+        _cache[key] = compiled
+    return compiled, True
+
+
+# ------------------------------------------------------------------------ the program
+
+
+class _Line(NamedTuple):
+    """``result = function(arguments)``; a piece takes them in one list."""
+
+    result: str
+    function: str
+    arguments: list[str]
+    piece: bool
+
+
+def source(step: StepGraph, calls: list[tuple[str, Piece]]) -> tuple[str, dict[str, Any]]:
+    """The program as text, and the objects it names (the pieces aside)."""
+    names = {n: f"a{i}" for i, n in enumerate(step.placeholders)}
+    objects: dict[str, Any] = {}
+    for node in step.graph.find_nodes(op="get_attr"):
+        names[node] = f"c{len(objects)}"
+        objects[names[node]] = constant(step, node)
+    lines: list[_Line] = []
+
+    def compute(node: fx.Node) -> None:
+        """Have the program run `node` itself, and what that needs."""
+        if node in names:
+            return
+        if not (is_host(node) or is_view(node)):
+            names[node] = names[root(node)]
+            return
+        for argument in node.all_input_nodes:
+            compute(argument)
+        names[node] = f"v{len(names)}"
+        function = f"f{len(objects)}_{op_name(node).split('.')[0]}"
+        objects[function] = _function(node)
+        lines.append(_Line(f"{names[node]} = ", function,
+                           [names[a] for a in node.all_input_nodes], piece=False))
+
+    for name, piece in calls:
+        for node in piece.inputs:
+            compute(node)
+        made = [f"v{len(names) + i}" for i in range(len(piece.outputs))]
+        results = "[" + ", ".join(made) + "] = " if made else ""
+        lines.append(_Line(results, name, [names[n] for n in piece.inputs], piece=True))
+        names.update((n, v) for n, v in zip(piece.outputs, made) if isinstance(n, fx.Node))
+    results = tuple(step.graph.output_node().args[0])
+    for value in results:
+        if isinstance(value, fx.Node):
+            compute(value)
+    given = [names[v] if isinstance(v, fx.Node) else repr(v) for v in results]
+    constants = [name for name in objects if name[0] == "c"]
+    return _text([names[n] for n in step.placeholders], lines, given, constants), objects
+
+
+def _text(inputs: list[str], lines: list[_Line], results: list[str],
+          kept: Iterable[str]) -> str:
+    last = {name: i for i, line in enumerate(lines) for name in line.arguments}
+    last.update((name, len(lines)) for name in (*results, *kept))
+    text = ["def run(inputs):"]
+    if inputs:
+        text.append(f"    [{', '.join(inputs)}] = inputs")
+    text.append("    inputs.clear()")
+    for i, line in enumerate(lines):
+        given = ", ".join(line.arguments)
+        dead = ", ".join(a for a in dict.fromkeys(line.arguments) if last[a] == i)
+        if line.piece and dead:
+            # The list alone holds them from here on, and the piece empties the list.
+            text += [f"    given = [{given}]", f"    del {dead}",
+                     f"    {line.result}{line.function}(given)"]
+        elif line.piece:
+            text.append(f"    {line.result}{line.function}([{given}])")
+        else:
+            text.append(f"    {line.result}{line.function}({given})")
+            text += [f"    del {dead}"] if dead else []
+    text.append(f"    return ({''.join(r + ', ' for r in results)})")
+    return "\n".join(text) + "\n"
+
+
+def _function(node: fx.Node) -> Callable[..., Any]:
+    """`node` as a function of the values it reads."""
+    target, args, kwargs = node.target, node.args, node.kwargs
+    reads = node.all_input_nodes
+
+    def function(*values: Any) -> Any:
+        known: Mapping[fx.Node, Any] = dict(zip(reads, values))
+        return target(*fx.map_arg(args, known.__getitem__), **fx.map_arg(kwargs, known.__getitem__))
+
+    return function
+
+
+def _load(text: str, objects: dict[str, Any]) -> Callable[[list], tuple]:
+    scope = dict(objects)
+    exec(compile(text, "<memopt inductor step>", "exec"), scope)
+    return scope["run"]
+
+
+# ------------------------------------------------------------------------ predicted peak
+
+
+def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
+    """The most bytes that a run of the program on fake tensors of these sizes has allocated."""
+    with compat_inductor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        inputs = [_stand_in(v) for v in values]
+        run = _load(text, objects)
+        with compat_inductor.AllocationWatch(inputs) as watch:
+            run(list(inputs))
+    return watch.peak_bytes
+
+
+def _stand_in(value: Any) -> Any:
+    """A fake tensor like `value`, with numbers for symbolic sizes."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided([_number(n) for n in value.shape],
+                                   [_number(n) for n in value.stride()],
+                                   dtype=value.dtype, device=value.device)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value

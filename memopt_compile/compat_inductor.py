@@ -1,0 +1,170 @@
+"""The private parts of Inductor that the Inductor lowering stands on.
+
+Kept apart from `compat` because importing Inductor takes a second that only this lowering
+needs to pay. Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import weakref
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.utils import BoxedBool
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton
+
+__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "decompositions", "dry_call",
+           "has_cpp_compiler", "has_triton", "joint_graph_passes", "settings"]
+
+
+def decompositions() -> dict[Any, Callable]:
+    """The operators that Inductor wants taken apart before it sees a graph."""
+    return dict(select_decomp_table())
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor's own search for a C++ compiler finds one."""
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+
+
+def joint_graph_passes(module: fx.GraphModule) -> fx.GraphModule:
+    """Inductor's rewrites of a graph that is still ATen: patterns, constants, random numbers."""
+    values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(_fake_mode(values)):
+        return _recursive_joint_graph_passes(module)
+
+
+def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
+    """The boxed callable that Inductor makes of `module`, and the wrapper's source.
+
+    Every output keeps the strides of its fake value, because what reads it was compiled for
+    them. CUDA graphs are off: a piece's inputs move from call to call.
+    """
+    values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = [
+        i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
+    # A context of its own: what Inductor notes in it belongs to this graph alone.
+    with tracing(TracingContext(_fake_mode(values))):
+        compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
+    return compiled, getattr(compiled, "source_code", "")
+
+
+def _fake_mode(values: Sequence[Any]) -> Any:
+    return detect_fake_mode(list(values)) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def settings() -> str:
+    """All settings of the process that change the code that Inductor generates."""
+    return repr((sorted(config.save_config_portable().items(), key=lambda item: item[0]),
+                 torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
+                 torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled))
+
+
+def dry_call(source: str) -> Callable[[list], Any]:
+    """The wrapper in `source` as a function that allocates and frees as it does, and computes
+    nothing.
+
+    Its ``call`` runs with every kernel replaced by nothing: called on fake tensors it leaves
+    exactly Inductor's own allocations, reuses and deletions. Operators that Inductor hands
+    back to PyTorch run on the fake tensors, and so allocate their results.
+    """
+    tree = ast.parse(source)
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
+    call.decorator_list = []
+    if call.args.args[0].arg == "self":
+        call.args.args.pop(0)
+    scope: dict[str, Any] = {n.id: _Nothing() for n in ast.walk(call) if isinstance(n, ast.Name)}
+    for name in [name for name in scope if hasattr(builtins, name)]:
+        del scope[name]
+    scope |= {"torch": torch, "aten": torch.ops.aten, "math": math,
+              "extern_kernels": _Externs(), "reinterpret_tensor": torch.as_strided}
+    scope |= {name: _allocator(name) for name in scope if name.startswith("empty_strided_")}
+    exec(compile(ast.Module([call], []), "<dry run>", "exec"), scope)
+    return scope["call"]
+
+
+class AllocationWatch(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make within it, while they live."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.inputs = list(inputs)  # held, so that no new storage takes the place of one
+        self.known: dict[int, Any] = {i.untyped_storage()._cdata: None for i in self.inputs
+                                      if isinstance(i, Tensor)}
+        self.live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage(), value.device.type)
+        return result
+
+    def _see(self, storage: Any, device: str) -> None:
+        place = storage._cdata
+        if place in self.known:
+            return
+        size = storage.nbytes()
+        if device == "cuda":
+            size = -(-size // 512) * 512  # what PyTorch's CUDA allocator rounds to
+
+        def gone(_: Any) -> None:
+            self.live_bytes -= size
+            del self.known[place]
+
+        self.known[place] = weakref.ref(storage, gone)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _allocator(name: str) -> Callable[..., Tensor]:
+    device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+class _Nothing:
+    """Stands for a kernel, a stream, a device guard: may be used in any way, to no effect."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Nothing":
+        return self
+
+    def __getattr__(self, name: str) -> "_Nothing":
+        return self
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class _Externs:
+    """Library calls: into a given result they allocate nothing, else they make a new one."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def run(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            return getattr(extern_kernels, name)(*args, **kwargs) if out is None else None
+
+        return run

@@ -1,0 +1,343 @@
+"""Cut a scheduled step into pieces, so that each distinct one is compiled once.
+
+The step's order is the plan. Cutting keeps it: a piece is a stretch of that order, and only
+within a piece may a compiler reorder. Repeated stretches (the forward of a layer, the backward
+and update of a layer, a micro-batch) are found by structure and come out as equal pieces.
+
+Rules:
+
+1. Only operators that compute are placed. A view is made again inside every piece that reads
+   it; what crosses a cut is the storage's owner. So no two inputs of a piece share storage,
+   and a compiler that sees one piece sees every alias in it. (A view of a parameter handed to
+   a piece that also writes the parameter gives wrong numbers without an error.)
+2. The items of an operator with several results stay with it.
+3. An updated input read in a later piece is read from the input itself.
+4. Seeds of random numbers are drawn between the pieces and handed in, since the position of a
+   seed in the table would make equal layers different. So are results read as Python numbers.
+5. A step with symbolic sizes, Python numbers inside, or operators that hold subgraphs is one
+   piece (`one_piece`): its values cannot be handed on as tensors alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
+
+SHORTEST = 12  # operators: below that a call costs more than compiling it twice
+LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
+
+_ITEM = "aten._local_scalar_dense.default"
+_HOST = ("prims.inductor_seeds.default", "prims.inductor_lookup_seed.default", _ITEM)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the step as a graph of its own.
+
+    ``inputs`` and ``outputs`` are the step's nodes that its placeholders and results stand
+    for. Pieces with equal ``key`` are the same program; None is like no other.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    key: str | None
+    first: fx.Node | None = None
+
+
+# ------------------------------------------------------------------------ kinds of node
+
+
+def is_host(node: fx.Node) -> bool:
+    """Whether the program runs `node` itself, between the pieces (rule 4)."""
+    return node.op == "call_function" and str(node.target) in _HOST
+
+
+def is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
+
+
+def is_item(node: fx.Node) -> bool:
+    """One result of an operator with several, each with storage of its own."""
+    return node.target is operator.getitem and not is_view(node)
+
+
+def body(step: StepGraph) -> list[fx.Node]:
+    """The operators that compute, in schedule order (rules 1, 2 and 4), without dead ones."""
+    needed: set[fx.Node] = set()
+    for node in reversed(step.graph.nodes):
+        if node in needed or node.op == "output" or node.is_impure() or mutated_args(node):
+            needed.update((node, *node.all_input_nodes))
+    return [n for n in step.graph.nodes if n.op == "call_function" and n in needed
+            and not (is_host(n) or is_view(n) or is_item(n))]
+
+
+def can_cut(step: StepGraph) -> bool:
+    """Whether every value of the step can be handed from piece to piece (rule 5)."""
+    written = {root(a) for n in step.graph.nodes for a in mutated_args(n)}
+    for node in step.graph.nodes:
+        if node.op == "output":
+            continue
+        if str(node.target) == _ITEM:
+            if root(node.args[0]) in written or any(u.op != "output" for u in node.users):
+                return False
+        elif node.op in ("placeholder", "get_attr"):
+            value = constant(step, node) if node.op == "get_attr" else node.meta.get("val")
+            if not isinstance(value, Tensor) or _symbolic(value):
+                return False
+        elif not isinstance(node.target, torch._ops.OpOverload | type(operator.getitem)):
+            return False
+        elif _symbolic(node.meta.get("val")):
+            return False
+    return True
+
+
+def constant(step: StepGraph, node: fx.Node) -> Any:
+    """What a ``get_attr`` node reads from the module."""
+    value: Any = step.module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _symbolic(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_symbolic(v) for v in value)
+    if isinstance(value, Tensor):
+        return any(not isinstance(n, int) for n in (*value.shape, *value.stride(),
+                                                    value.storage_offset()))
+    return value is not None
+
+
+def root(node: fx.Node) -> fx.Node:
+    """What to hand over so that `node` can be read elsewhere, if that is a single value."""
+    while is_view(node) or mutated_args(node):
+        node = (aliased_args(node) or mutated_args(node))[0]
+    return node
+
+
+def sources(node: fx.Node) -> Iterable[fx.Node]:
+    """The values that `node` reads, seen through views."""
+    for argument in node.all_input_nodes:
+        if is_view(argument):
+            yield from sources(argument)
+        else:
+            yield argument
+
+
+# ------------------------------------------------------------------------ where to cut
+
+
+def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
+    """Positions in `nodes` (a `body`) at which a new piece begins, without 0."""
+    known: dict[str, int] = {}
+    labels = np.array([known.setdefault(_label(n), len(known)) for n in nodes], dtype=np.int64)
+    place = {n: i for i, n in enumerate(nodes)}
+    reads = [(place[owner], i) for i, n in enumerate(nodes)
+             for owner in {s.args[0] if is_item(s) else s for s in sources(n)} if owner in place]
+    sizes = np.array([0 if aliased_args(n) else nbytes(n.meta.get("val")) for n in nodes])
+
+    def crossing(span: int) -> np.ndarray:
+        return _crossing(len(nodes), reads, sizes, span)
+
+    return sorted(set(_cuts(labels, crossing, 0, len(nodes))) - {0, len(nodes)})
+
+
+def _label(node: fx.Node) -> str:
+    """What a node does, without which nodes it reads: equal in every layer."""
+    shapes = [_meta(a.meta.get("val")) for a in node.all_input_nodes]
+    fixed = [_render(a, lambda _: "%") for a in (*node.args, *node.kwargs.items())]
+    return f"{node.target}{fixed}{shapes}{_meta(node.meta.get('val'))}"
+
+
+def _crossing(count: int, reads: list[tuple[int, int]], sizes: np.ndarray,
+              span: int) -> np.ndarray:
+    """Bytes (and one for each value) that a cut before each position keeps from being fused:
+    values read again within `span`. What is saved for much later costs nothing more."""
+    last: dict[int, int] = {}
+    for made, used in reads:
+        if used - made <= span:
+            last[made] = max(used, last.get(made, 0))
+    change = np.zeros(count + 2, dtype=np.int64)
+    for made, used in last.items():
+        change[made + 1] += sizes[made] + 1
+        change[used + 1] -= sizes[made] + 1
+    return np.cumsum(change)[:count + 1]
+
+
+def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
+          high: int) -> list[int]:
+    """Cuts of [low, high): around each turn of its longest repetition, and so on outside it."""
+    found = longest_repetition(labels[low:high])
+    if found is None:
+        return _split(crossing, low, high)
+    start, period, length = found
+    start, turns = _align(crossing(period), low + start, period, length)
+    points = [start + k * period for k in range(turns + 1)]
+    if period > LONGEST:
+        inner = _cuts(labels, crossing, start, start + period)
+        points += [p + k * period for p in inner for k in range(turns)]
+    return [*_cuts(labels, crossing, low, start), *points,
+            *_cuts(labels, crossing, points[turns], high)]
+
+
+def longest_repetition(labels: np.ndarray) -> tuple[int, int, int] | None:
+    """(start, period, length) of the longest stretch that repeats itself at least once, with
+    the shortest period among equally long ones."""
+    best: tuple[int, int, int] | None = None
+    for period in range(SHORTEST, len(labels) // 2 + 1):
+        if best is not None and best[2] == len(labels):
+            break
+        same = np.concatenate(([0], labels[:-period] == labels[period:], [0])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(same))
+        if not len(edges):
+            continue
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        longest = int(lengths.argmax())
+        length = int(lengths[longest]) + period
+        if length >= 2 * period and (best is None or length > best[2]):
+            best = int(starts[longest]), period, length
+    return best
+
+
+def _align(crossing: np.ndarray, start: int, period: int, length: int) -> tuple[int, int]:
+    """Turn the repetition so that its cuts fall where least crosses: (start, turns)."""
+    def cost(shift: int) -> tuple[int, int, int]:
+        turns = (length - shift) // period
+        inside = [crossing[start + shift + k * period] for k in range(turns + 1)]
+        return int(np.median(inside)), -turns, shift
+
+    shift = min(range(min(period, length - 2 * period + 1)), key=cost)
+    return start + shift, (length - shift) // period
+
+
+def _split(crossing: Callable[[int], np.ndarray], low: int, high: int) -> list[int]:
+    """Cuts of a long stretch without repetition, where least crosses."""
+    if high - low <= LONGEST:
+        return []
+    quarter = (high - low) // 4
+    window = crossing(high - low)[low + quarter:high - quarter]
+    middle = low + quarter + int(window.argmin())
+    return [*_split(crossing, low, middle), middle, *_split(crossing, middle, high)]
+
+
+# ------------------------------------------------------------------------ pieces as graphs
+
+
+def pieces(step: StepGraph) -> list[Piece]:
+    """The step cut at `cut_points`. Every piece hands on what later ones, or the program's
+    own operators and results, still read."""
+    nodes = body(step)
+    points = [0, *cut_points(nodes), len(nodes)]
+    stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
+    drafts = [_draft(stretch) for stretch in stretches]
+    wanted = {n for inputs, _ in drafts for n in inputs} | program_reads(step)
+    return [_finish(graph, inputs, [(n, made[n]) for n in made if n in wanted], stretch[0])
+            for stretch, (inputs, (graph, made)) in zip(stretches, drafts)]
+
+
+def program_reads(step: StepGraph) -> set[fx.Node]:
+    """Values that the program between the pieces reads: for results, numbers and seeds."""
+    hosts = [n for n in step.graph.nodes if is_host(n) or n.op == "output"]
+    reads = {s for n in hosts for s in sources(n)}
+    return reads | {root(n) for n in reads}
+
+
+def one_piece(step: StepGraph) -> Piece:
+    """The whole step as one piece, its inputs and results as they are."""
+    graph, env = fx.Graph(), {}
+    step.graph.output_node().meta.setdefault("val", None)
+    results = graph.graph_copy(step.graph, env)
+    outputs = tuple(step.graph.output_node().args[0])
+    graph.output(tuple(results))
+    inputs = tuple(step.placeholders)
+    key = None if not can_cut(step) or step.graph.find_nodes(op="get_attr") else _key(graph)
+    first = next(iter(step.computing()), None)
+    return Piece(fx.GraphModule(step.module, graph), inputs, outputs, key, first)
+
+
+Draft = tuple[list[fx.Node], tuple[fx.Graph, dict[fx.Node, fx.Node]]]
+
+
+def _draft(stretch: list[fx.Node]) -> Draft:
+    """Inputs by first use, and the graph without its output. Names count up, so that equal
+    stretches give equal text."""
+    inside = {n for node in stretch for n in (node, *node.users) if n is node or is_item(n)}
+    graph, env, inputs = fx.Graph(), {}, []
+
+    def outer(node: fx.Node) -> Iterable[fx.Node]:
+        for argument in node.all_input_nodes:
+            if is_view(argument):
+                yield from outer(argument)
+            elif argument not in inside:
+                yield root(argument)
+
+    for node in stretch:
+        for source in outer(node):
+            if source not in env:
+                env[source] = graph.placeholder(f"a{len(inputs)}")
+                env[source].meta = {"val": source.meta["val"]}
+                inputs.append(source)
+
+    def copy(node: fx.Node) -> fx.Node:
+        new = graph.create_node(node.op, node.target, fx.map_arg(node.args, use),
+                                fx.map_arg(node.kwargs, use), name=f"n{len(env)}")
+        new.meta = dict(node.meta)
+        env[node] = new
+        return new
+
+    def use(node: fx.Node) -> fx.Node:
+        if node in env:
+            return env[node]
+        return copy(node) if is_view(node) else env[root(node)]
+
+    for node in stretch:
+        copy(node)
+        for item in node.users:
+            if is_item(item):
+                copy(item)
+    return inputs, (graph, {n: env[n] for n in env if n in inside})
+
+
+def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, fx.Node]],
+            first: fx.Node) -> Piece:
+    graph.output(tuple(inner for _, inner in handed))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Piece(module, tuple(inputs), tuple(n for n, _ in handed), _key(graph), first)
+
+
+# ------------------------------------------------------------------------ equal pieces
+
+
+def _key(graph: fx.Graph) -> str:
+    """A digest of everything that the compiled code depends on."""
+    names = {n: f"%{i}" for i, n in enumerate(graph.nodes)}
+    lines = [f"{n.op} {n.target if n.op == 'call_function' else ''}"
+             f"{[_render(a, names.__getitem__) for a in (*n.args, *n.kwargs.items())]}"
+             f"{_meta(n.meta.get('val'))}" for n in graph.nodes]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _render(value: Any, name: Callable[[fx.Node], str]) -> str:
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, (tuple, list)):
+        return "[" + ",".join(_render(v, name) for v in value) + "]"
+    return f"{type(value).__name__}:{value!r}"
+
+
+def _meta(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return (f"{value.dtype}{list(value.shape)}{list(value.stride())}"
+                f"+{value.storage_offset()}@{value.device}")
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_meta, value)) + ")"
+    return repr(value)
