@@ -1,58 +1,43 @@
-"""What memopt did with a step, for people: `explain`, `report`, and the files of `dump=`."""
+"""What memopt did with a step, for people: `report` after it ran, `explain` without running it.
+
+`driver` fills a `Compilation` while it compiles and remembers it under the code object that was
+traced; `report` finds it again from the compiled function. `render` puts it into words and
+`dumping` into files.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any, Callable
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import torch
+from .errors import OptionError
+from .explaining import explain
+from .records import Compilation, code_of, compilations, planning, remember
+from .render import LiveTensor, Report
 
-from .liveness import Timeline
-from .options import Options
-from .step_graph import StepGraph
+__all__ = ["Compilation", "LiveTensor", "Report", "explain", "planning", "remember", "report"]
 
 
-@dataclass
-class Compilation:
-    """One graph that Dynamo handed over, and everything that was decided about it.
+def report(step: Callable[..., Any]) -> Report:
+    """What memopt did with `step`, a compiled function, method or module that has run.
 
-    `kind` is "step" (forward, backward and what follows in one graph), "model" (no backward in
-    the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
-    step, inputs included; `measured_peak_bytes` is of its first run.
+    Compilations are found by the code of the function. If there are several (for other shapes, or
+    of the parts around a graph break), the report is of the latest that holds a whole step, else
+    of the latest, and `Report.others` has the rest. Two steps made by one factory function share
+    their code: the report is of the one compiled last.
+
+    Raises:
+        OptionError: `step` is no function, or memopt has not compiled it.
     """
-
-    kind: str
-    options: Options
-    lowering: str
-    where: str = ""
-    reason: str | None = None
-    device: torch.device = torch.device("cpu")
-    step: StepGraph | None = None
-    before: Timeline | None = None
-    after: Timeline | None = None
-    passes: tuple = ()
-    predicted_peak_bytes: int | None = None
-    measured_peak_bytes: int | None = None
-    pieces: Any = None
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def measured(self, run: Callable) -> Callable:
-        return run
-
-    def dump(self) -> None:
-        pass
-
-    def peak_line(self) -> str | None:
-        from .step_graph import source_line
-
-        point = self.after.peak if self.after else None
-        return source_line(point.node) if point else None
-
-
-_compilations: OrderedDict[Any, list[Compilation]] = OrderedDict()
-
-
-def remember(frame: Any, compilation: Compilation) -> None:
-    """Keep `compilation` for `report`, under the code object that was being traced."""
-    _compilations.setdefault(frame, []).append(compilation)
+    code = code_of(step)
+    found = compilations(code)
+    if not found:
+        raise OptionError(
+            "memopt has compiled nothing of this function",
+            where=f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})",
+            do='compile it with torch.compile(step, backend="memopt") and call the result once; '
+            "memopt.explain(step, *args) plans without running")
+    chosen = [each for each in found if each.kind == "step"] or found
+    others = [each for each in found if each is not chosen[-1]]
+    return Report.of(chosen[-1], others)

@@ -1,0 +1,67 @@
+"""Private torch parts behind reports: the structured log, the profiler's state, Dynamo's first frame.
+
+Beside `compat`, because none of this takes part in compiling. Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.backends.registry import lookup_backend
+from torch._logging import trace_structured
+
+
+def artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the structured log (`TORCH_TRACE`, tlparse); `text` runs only if it is on."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
+
+
+def backend_named(name: str) -> Callable[..., Callable[..., object]]:
+    """The backend that `torch.compile(backend=name)` uses."""
+    return lookup_backend(name)
+
+
+def hinted(size: Any) -> Any:
+    """A number of bytes as a plain int: of a symbolic one its value in this compilation.
+
+    Read without a guard, since a report must not make the step recompile. None stays None.
+    """
+    if isinstance(size, torch.SymInt | torch.SymFloat):
+        return int(size.node.hint)
+    return size
+
+
+def profiler_active() -> bool:
+    """Whether a profiler is recording: starting a second one would end the first."""
+    return torch._C._autograd._profiler_enabled()
+
+
+@contextlib.contextmanager
+def raising_after_first_frame(signal: BaseException) -> Iterator[None]:
+    """Raise `signal` once Dynamo is done with the first frame it meets, before anything of it runs.
+
+    Also where Dynamo skips the frame or fails on it, since the frame would then run in eager. For
+    a failure that Dynamo reports to the user, `signal` has it as its cause. `signal` should be no
+    `Exception`: Dynamo may answer one of those by running the frame.
+    """
+    original = convert_frame.CatchErrorsWrapper.__call__
+
+    def convert(self: object, *args: object, **kwargs: object) -> object:
+        try:
+            original(self, *args, **kwargs)
+        except Exception as error:
+            raise signal from error
+        raise signal
+
+    with mock.patch.object(convert_frame.CatchErrorsWrapper, "__call__", convert):
+        yield

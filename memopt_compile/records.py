@@ -1,0 +1,187 @@
+"""The record of a compilation: filled by `driver`, read by `report`, `render` and `dumping`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import compat, compat_trace, devices, dumping
+from .errors import OptionError
+from .liveness import Timeline
+from .measure import measure
+from .options import Options
+from .render import Report
+from .step_graph import StepGraph, source_line
+
+log = logging.getLogger("memopt_compile")
+
+
+@dataclass
+class Compilation:
+    """One graph that Dynamo handed over, and everything that was decided about it.
+
+    `kind` is "step" (forward, backward and what follows in one graph), "model" (no backward in
+    the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
+    step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
+    before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
+    the lowering generated; `folder` is where `dump` wrote.
+    """
+
+    kind: str
+    options: Options
+    lowering: str
+    where: str = ""
+    reason: str | None = None
+    device: torch.device = torch.device("cpu")
+    step: StepGraph | None = None
+    before: Timeline | None = None
+    after: Timeline | None = None
+    passes: tuple = ()
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    pieces: Any = None
+    texts: dict[str, str] = field(default_factory=dict)
+    program: str | None = None
+    folder: Path | None = None
+
+    def observe(self, name: str, step: StepGraph) -> None:
+        """Keep and show the graph as it is now, where someone asked to see it.
+
+        `name` is "captured" before the first pass, then that of the pass which has just run.
+        """
+        artifact = "memopt_before" if name == "captured" else f"memopt_after_{name}"
+        debugging = log.isEnabledFor(logging.DEBUG)
+        if self.options.dump is None and not debugging:  # Texts of large graphs take a while.
+            compat_trace.artifact(artifact, step.text)
+            return
+        text = step.text()
+        self.texts[f"{len(self.texts):02d}_{name}"] = text
+        compat_trace.artifact(artifact, lambda: text)
+        if debugging:
+            log.debug("%s: graph %s:\n%s", self.where, artifact.removeprefix("memopt_"), text)
+
+    def measured(self, run: Callable[[list], Any]) -> Callable[[list], Any]:
+        """`run`, a boxed callable, with the first of its runs measured.
+
+        Only the first, because recording costs time. A run under the user's own profiler stays
+        unmeasured, since two cannot record at once, and the next one is measured in its place.
+        """
+        waiting = True
+
+        def measured_once(inputs: list) -> Any:
+            nonlocal waiting
+            if not waiting or compat_trace.profiler_active():
+                return run(inputs)
+            waiting = False
+            result = self._measure(run, inputs)
+            if self.measured_peak_bytes is not None and self.folder is not None:
+                dumping.write_report(self, self.folder)
+            return result
+
+        measured_once._boxed_call = True  # type: ignore[attr-defined]
+        return measured_once
+
+    def _measure(self, run: Callable[[list], Any], inputs: list) -> Any:
+        if self.device.type != "cuda":
+            measurement = measure(run, inputs, resident=())
+            self.measured_peak_bytes = measurement.peak_bytes
+            return measurement.result
+        # The allocator counts anyway. Its peak is not reset, because the user may be reading it:
+        # a first run that stays below an earlier peak goes unmeasured.
+        held, earlier = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        result = run(inputs)
+        peak = torch.cuda.max_memory_allocated()
+        if peak > earlier and self.after is not None:
+            self.measured_peak_bytes = compat_trace.hinted(self.after.resident_bytes) + peak - held
+        return result
+
+    def dump(self) -> None:
+        """Log the report, and write the files that `options.dump` asks for.
+
+        Raises:
+            OptionError: the folder cannot be written.
+        """
+        compat_trace.artifact("memopt_report", lambda: str(Report.of(self)))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", Report.of(self))
+        if self.options.dump is not None:
+            self.folder = dumping.write(self, Path(self.options.dump))
+
+    def budget_bytes(self) -> int | None:
+        """`options.memory_budget` in bytes of peak, None without a budget."""
+        if self.options.memory_budget is None or self.before is None:
+            return None
+        return devices.budget_bytes(
+            self.options.memory_budget, compat_trace.hinted(self.before.peak_bytes), self.device
+        )
+
+    def peak_line(self) -> str | None:
+        """The user's line that runs when the predicted peak is reached."""
+        point = self.after.peak if self.after else None
+        return source_line(point.node) if point else None
+
+
+# By identity: equal code objects of two functions are not one function.
+_compilations: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_planned: ContextVar[list[Compilation] | None] = ContextVar("planned", default=None)
+
+
+def remember(frame: Any, compilation: Compilation) -> None:
+    """Keep `compilation` for `report`, under the code object that was being traced.
+
+    It lives as long as that code does. Inside `planning` it goes there instead.
+    """
+    planned = _planned.get()
+    if planned is not None:
+        planned.append(compilation)
+    elif frame is not None:
+        _compilations.setdefault(frame, []).append(compilation)
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[list[Compilation]]:
+    """Collect what is compiled inside, and keep it out of every `report`."""
+    collected: list[Compilation] = []
+    token = _planned.set(collected)
+    try:
+        yield collected
+    finally:
+        _planned.reset(token)
+
+
+def code_of(step: Callable[..., Any]) -> CodeType:
+    """The code of the user's function behind `step`, compiled or not.
+
+    Raises:
+        OptionError: `step` is no Python function.
+    """
+    function = compat.with_optimized_original(step)
+    if not hasattr(function, "__code__"):
+        raise OptionError(f"a {type(step).__name__} is no training step", where=repr(step)[:80],
+                          do="give the function, method or module that torch.compile was given")
+    return function.__code__
+
+
+def compilations(code: CodeType) -> list[Compilation]:
+    """What was compiled of the function with this code, and of its rest after graph breaks."""
+    return [each for known, found in list(_compilations.items()) if _part_of(known, code)
+            for each in found]
+
+
+def _part_of(code: CodeType, step: CodeType) -> bool:
+    """Whether `code` is that of `step`, or of the rest of it after a graph break."""
+    if code is step:
+        return True
+    lines = [line for _, _, line in step.co_lines() if line is not None]
+    return (code.co_filename == step.co_filename
+            and code.co_name.startswith(f"torch_dynamo_resume_in_{step.co_name}_at_")
+            and min(lines) <= code.co_firstlineno <= max(lines))

@@ -1,0 +1,243 @@
+"""A compilation in words and tables: `Report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from . import timeline as drawing
+from .compat_trace import hinted
+from .liveness import Timeline, lifetimes
+from .options import format_bytes
+from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
+
+if TYPE_CHECKING:
+    from .records import Compilation
+
+LINES = 12  # tensors printed; `Report.largest` has all that are alive
+KINDS = {
+    "step": "whole step",
+    "model": "model only: activations, no optimizer",
+    "ordinary": "ordinary path: nothing was saved",
+}
+ROLES = {
+    Role.PARAMETER: "parameters",
+    Role.STATE: "optimizer state",
+    Role.GRADIENT: "gradients",
+    Role.BUFFER: "buffers",
+    Role.BATCH: "batch",
+    Role.NUMBER: "numbers",
+}
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor that the step allocates and that is alive at the predicted peak.
+
+    `name` is the node's as in `StepGraph.text`, `role` is "activation" (from forward), "gradient"
+    (of a parameter, whole) or "temporary"; `line` is the user's source line that made it.
+    """
+
+    bytes: int
+    name: str
+    value: str
+    phase: str
+    role: str
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What memopt did with one graph. All bytes are of the whole step, inputs included.
+
+    Attributes:
+        kind: "step", "model" or "ordinary", as in `Compilation`; `reason` says why not a step.
+        where: file and line of the function.
+        lowering: "inductor" or "eager".
+        predicted_peak_bytes: of the program that runs; None where nothing was predicted.
+        measured_peak_bytes: of its first run; None if it has not run, or could not be measured.
+        resident_bytes: the inputs', alive throughout; `inputs` has them by role.
+        before_peak_bytes: predicted for the captured step before any pass.
+        budget_bytes: `memory_budget` in bytes, None without one.
+        passes: a `PassRecord` for each pass.
+        largest: the tensors alive at the peak of the schedule, largest first.
+        peak_at: the node that runs then, with its phase and the user's line.
+        others: reports of further graphs of the same function.
+        folder: where `dump` wrote, None if it was not asked for.
+        timelines: (position in the schedule, live bytes) "before passes" and "after passes".
+
+    With dynamic shapes, bytes are of the sizes that the step was compiled for.
+    """
+
+    kind: str
+    where: str
+    lowering: str
+    reason: str | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    before_peak_bytes: int | None = None
+    budget_bytes: int | None = None
+    inputs: dict[str, int] = field(default_factory=dict)
+    passes: tuple[Any, ...] = ()
+    largest: list[LiveTensor] = field(default_factory=list, repr=False)
+    peak_at: str | None = None
+    others: tuple[Report, ...] = field(default=(), repr=False)
+    folder: str | None = None
+    timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, record: Compilation, others: Sequence[Compilation] = ()) -> Report:
+        """The report of a compilation, in whatever state it is."""
+        step, after = record.step, record.after
+        lines = {"before passes": record.before, "after passes": after}
+        return cls(
+            kind=record.kind,
+            where=record.where,
+            lowering=record.lowering,
+            reason=record.reason,
+            predicted_peak_bytes=hinted(record.predicted_peak_bytes),
+            measured_peak_bytes=record.measured_peak_bytes,
+            resident_bytes=hinted(after.resident_bytes) if after else None,
+            before_peak_bytes=hinted(record.before.peak_bytes) if record.before else None,
+            budget_bytes=record.budget_bytes(),
+            inputs=input_bytes(step) if step else {},
+            passes=tuple(record.passes),
+            largest=alive_at_peak(step, after) if step and after else [],
+            peak_at=_peak_at(step, after) if step and after else None,
+            others=tuple(cls.of(each) for each in others),
+            folder=str(record.folder) if record.folder else None,
+            timelines={label: _points(each) for label, each in lines.items() if each},
+        )
+
+    @property
+    def error_percent(self) -> float | None:
+        """How far the prediction lies above (+) or below (-) the measured peak."""
+        if self.predicted_peak_bytes is None or not self.measured_peak_bytes:
+            return None
+        return 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw predicted memory over the step before and after the passes, and the budget.
+
+        Raises ValueError if nothing was predicted, and OSError if `path` cannot be written.
+        """
+        drawing.draw(self.timelines, path, self.budget_bytes,
+                     f"Predicted memory of {self.where or 'the step'}")
+
+    def __str__(self) -> str:
+        parts = [self._headline(), self._summary(), self._pass_table(), self._peak_table()]
+        if self.others:
+            lines = [f"  {other._headline()}: {other._peak_line()}" for other in self.others]
+            parts.append("\n".join(["other graphs of this function:", *lines]))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _headline(self) -> str:
+        return f"memopt: {self.where or 'step'} ({KINDS[self.kind]}; {self.lowering} lowering)"
+
+    def _peak_line(self) -> str:
+        if self.predicted_peak_bytes is None:
+            return "no prediction for this graph"
+        text = f"{format_bytes(self.predicted_peak_bytes)} predicted"
+        if self.error_percent is not None:
+            text += f", {format_bytes(self.measured_peak_bytes or 0)} measured"
+            text += f" (prediction off by {round(self.error_percent, 2) + 0.0:+.2f}%)"
+        return text
+
+    def _summary(self) -> str:
+        rows = [("reason", self.reason)] if self.reason else []
+        rows.append(("peak", self._peak_line()))
+        if self.before_peak_bytes is not None:
+            rows.append(("before passes", format_bytes(self.before_peak_bytes)))
+        if self.budget_bytes is not None:
+            rows.append(("budget", format_bytes(self.budget_bytes)))
+        if self.resident_bytes is not None:
+            parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
+            rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))
+        if self.folder:
+            rows.append(("dumped to", self.folder))
+        return "\n".join(f"  {label:<15}{text}" for label, text in rows)
+
+    def _pass_table(self) -> str:
+        rows = [_pass_row(each) for each in self.passes]
+        head = ["pass", "peak before", "peak after", "saved", "operators", "seconds", ""]
+        return _table(rows, head, right=(1, 2, 3, 4, 5))
+
+    def _peak_table(self) -> str:
+        if not self.peak_at:
+            return ""
+        head = ["bytes", "name", "value", "phase", "role", "made by"]
+        rows = [[format_bytes(each.bytes), each.name, each.value, each.phase, each.role,
+                 _short(each.line)] for each in self.largest[:LINES]]
+        left = self.largest[LINES:]
+        text = f"alive at the predicted peak, beyond the inputs, while {self.peak_at} runs:\n"
+        text += _table(rows, head, right=(0,))
+        if left:
+            text += f"\n  and {len(left)} more, {format_bytes(sum(e.bytes for e in left))} together"
+        return text
+
+
+def input_bytes(step: StepGraph) -> dict[str, int]:
+    """Bytes of the step's inputs by role."""
+    sizes = dict.fromkeys(ROLES.values(), 0)
+    for given in step.inputs:
+        sizes[ROLES[given.role]] += hinted(given.nbytes)
+    return sizes
+
+
+def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
+    """What `step` has allocated and not yet freed at the peak of `timeline`, largest first."""
+    life, roots = lifetimes(step.graph), storage_roots(step.graph)
+    names = short_names(step)
+    gradients = {root for node in step.gradients for root in roots[node]}
+    order = [point.node for point in timeline.points]
+    sizes = [hinted(point.live_bytes) for point in timeline.points]
+    at = sizes.index(max(sizes)) if sizes else -1
+    needed = set(life.kept).union(*(life.touched[node] for node in order[at:]))
+    alive = [node for node in order[: at + 1] if node in needed and life.size.get(node)]
+    found = [
+        LiveTensor(hinted(life.size[node]), names[node], describe(node), step.phase(node).value,
+                   _role(node in gradients, step.phase(node)), source_line(node))
+        for node in alive
+    ]
+    return sorted(found, key=lambda each: -each.bytes)
+
+
+def _role(gradient: bool, phase: Phase) -> str:
+    if gradient:
+        return "gradient"
+    return "activation" if phase is Phase.FORWARD else "temporary"
+
+
+def _peak_at(step: StepGraph, timeline: Timeline) -> str | None:
+    point = timeline.peak
+    if point is None:
+        return None
+    line = source_line(point.node)
+    return f"{short_names(step)[point.node]} ({point.phase.value}{', ' + line if line else ''})"
+
+
+def _points(timeline: Timeline) -> list[tuple[int, int]]:
+    return [(i, hinted(timeline.resident_bytes + point.live_bytes))
+            for i, point in enumerate(timeline.points)]
+
+
+def _short(line: str | None, limit: int = 48) -> str:
+    line = line or ""
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _table(rows: list[list[Any]], head: list[str], right: Sequence[int]) -> str:
+    if not rows:
+        return ""
+    align = ["right" if i in right else "left" for i in range(len(head))]
+    text = tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=align)
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _pass_row(record: Any) -> list[Any]:
+    return [str(record)]
