@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, purpose in PLANNED.items():
         command = commands.add_parser(name, help=f"planned: {purpose}")
-        command.add_argument("ignored", nargs="*", help=argparse.SUPPRESS)
+        command.add_argument("ignored", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         command.set_defaults(run=_refuse_planned, name=name)
     return parser
 

@@ -26,7 +26,7 @@ def write(record: Compilation, top: Path) -> Path:
         for name, text in record.texts.items():
             (folder / f"{name}.txt").write_text(text, encoding="utf-8")
         (folder / "plan.txt").write_text(plan(record), encoding="utf-8")
-        (folder / "program.py").write_text(program(record), encoding="utf-8")
+        write_program(record, folder)
         write_report(record, folder)
         if record.after is not None and record.after.points:
             Report.of(record).draw(folder / "timeline.svg")
@@ -42,19 +42,18 @@ def write_report(record: Compilation, folder: Path) -> None:
     (folder / "report.txt").write_text(str(Report.of(record)), encoding="utf-8")
 
 
+def write_program(record: Compilation, folder: Path) -> None:
+    """(Re)write `program.py`, what the lowering made of the step: once, and when it is there."""
+    text = record.program or "# the lowering gave no text\n"
+    if record.program is None and record.step is not None and record.lowering == "eager":
+        text = eager.source(record.step)[0]
+    (folder / "program.py").write_text(text, encoding="utf-8")
+
+
 def plan(record: Compilation) -> str:
     """The memory plan as text."""
     made = getattr(record.step, "plan", None)
     return f"{made}\n" if made else "Every value is kept: no memory plan was needed or made.\n"
-
-
-def program(record: Compilation) -> str:
-    """The program that the lowering made of the step."""
-    if record.program is not None:
-        return record.program
-    if record.step is not None and record.lowering == "eager":
-        return eager.source(record.step)[0]
-    return "# the lowering gave no text\n"
 
 
 def _new_folder(top: Path) -> Path:

@@ -76,6 +76,9 @@ class Compilation:
         unmeasured, since two cannot record at once, and the next one is measured in its place.
         """
         waiting = True
+        self.program = getattr(run, "source", self.program)
+        if self.folder is not None:
+            dumping.write_program(self, self.folder)
 
         def measured_once(inputs: list) -> Any:
             nonlocal waiting

@@ -1,0 +1,79 @@
+"""The command line: what it prints, writes and refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from memopt_compile.__main__ import main
+
+SCRIPT = '''
+import torch
+import torch.nn.functional as F
+from beside import WIDTH
+
+def make():
+    model = torch.nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+    return step, (torch.randn(64, WIDTH), torch.randint(0, 4, (64,)))
+
+def wrong():
+    return 1
+'''
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("WIDTH = 32\n")
+    path = tmp_path / "train_it.py"
+    path.write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return path
+
+
+def test_explain_prints_and_writes(script, tmp_path, capsys):
+    picture, folder = tmp_path / "memory.svg", tmp_path / "dumped"
+    assert main(["explain", f"{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1GiB",
+                 "--svg", str(picture), "--dump", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "train_it.py" in printed and "budget         1.00 GiB" in printed
+    assert picture.read_text().startswith("<svg")
+    assert (folder / "00" / "report.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["explain", "{script}"], "write script.py:function"),
+        (["explain", "nowhere.py:make"], "no file"),
+        (["explain", "{script}:mak"], "choose from make, wrong"),
+        (["explain", "{script}:wrong"], "return step, (x, y)"),
+        (["explain", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
+        (["explain", "{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1000"], "E301"),
+        (["explain", "{script}:make", "-o", "lowering=eager", "--svg", "/no/such/x.svg"], "--svg"),
+        (["bench", "anything", "--at=all"], "planned"),
+    ],
+)
+def test_refusals_say_what_to_do(script, capsys, arguments, problem):
+    assert main([each.format(script=script) for each in arguments]) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["explain", "x", "-o", "y"]])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+
+
+def test_help_runs_as_a_module():
+    command = [sys.executable, "-m", "memopt_compile", "explain", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "script.py:function" in text and "memory_budget=6GiB" in text
