@@ -1,0 +1,225 @@
+"""Take out of a captured step what eager never did: copies, buffers and views made by tracing.
+
+Bitwise, and the predicted peak never rises. The rules, cited in the code:
+
+1. A node that nobody reads goes, unless it writes, draws random numbers or checks something.
+2. ``_unsafe_view`` becomes ``view``: it shares its operand's storage, and ``view`` says so.
+3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``).
+4. A copy (``clone``, ``_to_copy`` or functional ``copy``) with the geometry of its source is its
+   source, if both can share a storage: see `_Storages.may_share`.
+5. Any other functional ``copy`` becomes a ``clone`` or ``_to_copy`` of its source; the buffer that
+   only lent its layout falls to rule 1.
+6. ``copy_(p, p)`` goes.
+7. Equal views, and equal computations on 0-dim tensors, are made once. Larger values are not
+   shared: that would keep them alive for longer.
+8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself.
+
+What the step returns keeps owning a storage of its own: the user may write into a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..step_graph import (
+    StepGraph,
+    aliased_args,
+    aten,
+    mutated_args,
+    nbytes,
+    storage_roots,
+)
+from ..step_pass import StepPass
+
+COPIES = (aten.clone.default, aten._to_copy.default, aten.copy.default)
+FOREACH = (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor, aten._foreach_mul.List)
+
+
+@dataclass(frozen=True)
+class Canonicalize(StepPass):
+    name: ClassVar[str] = "canonicalize"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        remove_dead_code(step)
+        for node in list(step.computing()):
+            if node.target is aten._unsafe_view.default:  # rule 2
+                node.target = aten.view.default
+            elif node.target in FOREACH:
+                _unbundle(step, node)
+        _simplify(step)
+        remove_dead_code(step)
+
+    def ensures(self, step: StepGraph) -> str | None:
+        dead = next((n for n in step.computing() if _is_dead(n)), None)
+        return f"{dead.name} is dead code" if dead else None
+
+
+def remove_dead_code(step: StepGraph) -> None:
+    """Rule 1."""
+    for node in reversed(list(step.computing())):
+        if _is_dead(node):
+            step.gradients = [g for g in step.gradients if g is not node]
+            step.erase(node)
+
+
+def _is_dead(node: fx.Node) -> bool:
+    return not node.users and not node.is_impure()
+
+
+def _unbundle(step: StepGraph, node: fx.Node) -> None:
+    """Rule 8."""
+    tensors, factor = node.args
+    for item in list(node.users):
+        i = item.args[1]
+        by = factor[i] if isinstance(factor, (list, tuple)) else factor
+        item.target, item.args = aten.mul.Tensor, (tensors[i], by)
+
+
+def _simplify(step: StepGraph) -> None:
+    """Rules 3 to 7, from the first node to the last: operands are simple before their users."""
+    storages = _Storages(step.graph)
+    made: dict[Any, fx.Node] = {}
+    for node in list(step.computing()):
+        if node.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        if (same := _viewed(node, storages)) is not None:
+            storages.merge(node, same)
+            step.replace(node, same)
+        elif node.target in COPIES:
+            _simplify_copy(step, node, storages)
+        elif node.target is aten.copy_.default:
+            target, source = node.args[:2]  # rule 6
+            if storages.same_place(target, source) and node not in storages.returned:
+                storages.merge(node, target)
+                step.replace(node, target)
+        elif _is_shareable(node) and node not in storages.returned:
+            key = node.target, _key(node.args), _key(node.kwargs)  # rule 7
+            if key in made:
+                storages.merge(node, made[key])
+                step.replace(node, made[key])
+            else:
+                made[key] = node
+
+
+def _viewed(node: fx.Node, storages: _Storages) -> fx.Node | None:
+    """Rule 3: the earliest value that `node` is an equal view of."""
+    found, at = None, node
+    while not mutated_args(at) and len(shared := aliased_args(at)) == 1:
+        at = shared[0]
+        # An object that the caller holds twice differs from two that share a storage.
+        clash = node in storages.returned and (at.op == "placeholder" or at in storages.returned)
+        if _geometry(at, offset=True) == _geometry(node, offset=True) and not clash:
+            found = at
+    return found
+
+
+def _simplify_copy(step: StepGraph, node: fx.Node, storages: _Storages) -> None:
+    source = node.args[1] if node.target is aten.copy.default else node.args[0]
+    if _geometry(source) == _geometry(node) and storages.may_share(node, source):  # rule 4
+        storages.merge(node, source)
+        step.replace(node, source)
+    elif node.target is aten.copy.default:  # rule 5
+        for target, kwargs in _plain_copies(source.meta["val"], node.meta["val"]):
+            made = target(source.meta["val"], **kwargs)
+            if _describe(made) == _describe(node.meta["val"]):
+                node.target, node.args, node.kwargs = target, (source,), kwargs
+                return
+
+
+def _plain_copies(source: Tensor, wanted: Tensor) -> list[tuple[Any, dict[str, Any]]]:
+    target, kwargs = aten.clone.default, {}
+    if source.dtype != wanted.dtype or source.device != wanted.device:
+        target, kwargs = aten._to_copy.default, {"dtype": wanted.dtype, "device": wanted.device}
+        kwargs = {k: v for k, v in kwargs.items() if v != getattr(source, k)}
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(wanted.dim(), [])
+    return [(target, kwargs)] + [(target, {**kwargs, "memory_format": f}) for f in formats]
+
+
+def _is_shareable(node: fx.Node) -> bool:
+    if node.is_impure() or mutated_args(node):
+        return False
+    if aliased_args(node):
+        return True
+    scalars = [node.meta["val"], *(a.meta.get("val") for a in node.all_input_nodes)]
+    return all(not isinstance(s, Tensor) or s.dim() == 0 for s in scalars)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _key(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
+
+
+def _describe(value: Tensor) -> tuple:
+    # As text: comparing symbolic sizes would add guards.
+    return value.dtype, value.device, str(tuple(value.shape)), str(tuple(value.stride()))
+
+
+def _geometry(node: fx.Node, offset: bool = False) -> tuple | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    place = (str(value.storage_offset()),) if offset else ()
+    return *_describe(value), value.is_conj(), value.is_neg(), *place
+
+
+class _Storages:
+    """Who shares which storage, kept up to date while nodes are replaced."""
+
+    def __init__(self, graph: fx.Graph):
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.roots = storage_roots(graph)
+        self.returned = set(graph.output_node().all_input_nodes)
+        self.members: dict[fx.Node, set[fx.Node]] = {}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        for node, roots in self.roots.items():
+            for root in roots:
+                self.members.setdefault(root, set()).add(node)
+        for node in graph.nodes:
+            for root in {r for a in mutated_args(node) for r in self.roots[a]}:
+                self.writers.setdefault(root, []).append(node)
+
+    def merge(self, node: fx.Node, by: fx.Node) -> None:
+        """`node` is about to be replaced by `by`."""
+        for old in self.roots[node] - self.roots[by]:
+            for member in self.members.pop(old):
+                self.roots[member] = self.roots[member] - {old} | self.roots[by]
+                for root in self.roots[by]:
+                    self.members[root].add(member)
+        for root in self.roots[by]:
+            self.members[root].discard(node)
+        if node in self.returned:
+            self.returned = self.returned - {node} | {by}
+
+    def same_place(self, a: fx.Node, b: Any) -> bool:
+        return (isinstance(b, fx.Node) and self.roots[a] == self.roots[b]
+                and _geometry(a, offset=True) == _geometry(b, offset=True) is not None)
+
+    def may_share(self, copy: fx.Node, source: fx.Node) -> bool:
+        """Whether nobody can tell `copy` from `source`, and sharing keeps no more bytes alive."""
+        if len(self.roots[source]) != 1 or copy in self.writers:
+            return False
+        (root,) = self.roots[source]
+        aliases = self.members[copy]
+        given = root.op in ("placeholder", "get_attr")
+        if not given and (root in self.writers or nbytes(source.meta["val"]) != nbytes(copy.meta["val"])):
+            return False
+        if aliases & self.returned and (given or self.members[root] & self.returned):
+            return False  # results share a storage neither with an input nor with each other
+        if root not in self.writers:
+            return True
+        write = self.writers[root][0]
+        reads = {user for alias in aliases for user in alias.users} - aliases
+        return all(self.position[r] < self.position[write]
+                   or r is write and self.same_place(write.args[0], source) and copy is r.args[1]
+                   for r in reads)
