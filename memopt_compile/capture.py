@@ -21,7 +21,6 @@ import contextlib
 import inspect
 import logging
 import math
-import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
@@ -322,21 +321,20 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
     return number
 
 
-def _call_builtin(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
     """``momentum != 0`` and the like are decided now, with a guard on the answer."""
-    if self.fn in COMPARISONS and _notes.numbers and len(args) == 2:
+    if _notes.numbers and len(args) == 2:
         known = _notes.numbers.get(compat.node_of(args[0]))
         constant, other = compat.constant_value(args[1].realize())
         if known and constant and isinstance(other, (int, float)):
-            compare, (source, value) = self.fn, known
+            source, value = known
             answer = compare(value, other)
             compat.guard_value(source, lambda v: compare(v, other) == answer,
                                f"{compat.source_name(source)} {compare.__name__} {other}")
             return compat.VariableTracker.build(tx, answer)
-    return original(self, tx, args, kwargs)
+    return original(tx, args, kwargs)
 
 
-COMPARISONS = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 _FORMS: dict[Any, Callable] = {}
 
 
@@ -366,7 +364,7 @@ def scope(code: Any = None) -> Iterator[Notes]:
             method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
-            call_builtin=_call_builtin,
+            compare=_compare,
         ):
             yield _notes
     finally:

@@ -7,6 +7,8 @@ one that has to change when torch does. Checked against torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import re
 from typing import Any, Callable, Iterator
 from unittest import mock
@@ -15,9 +17,9 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
+from torch._dynamo.symbolic_convert import TensorifyState, compare_op_handlers
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -29,6 +31,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
@@ -38,6 +41,10 @@ __all__ = [
     "frame_hook", "input_descriptor_index", "output_targets", "source_name",
     "tensor_variables", "tracing", "tracing_scope",
 ]
+
+
+COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
+               ">": operator.gt, ">=": operator.ge}
 
 
 def source_name(source: Any) -> str:
@@ -90,7 +97,7 @@ def tracing_scope(
     wrap_symfloat: Callable,
     autograd_grad: Callable,
     call_function: Callable,
-    call_builtin: Callable,
+    compare: Callable,
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
@@ -130,7 +137,9 @@ def tracing_scope(
                  validate_outputs),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
-        replaced(BuiltinVariable, "call_function", call_builtin),
+        mock.patch.dict(compare_op_handlers, {
+            symbol: functools.partial(compare, compare_op_handlers[symbol], function)
+            for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
     ):
         yield
@@ -273,16 +282,14 @@ def number_input(builder: Any, value: float) -> Any:
     to a constant wherever an operator wants a plain number.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import FloatTensorSource
-    from torch._dynamo.variables.builder import (
-        GraphArg, wrap_fx_proxy_cls, wrap_to_fake_tensor_and_record)
+    from torch._dynamo.variables.builder import GraphArg, wrap_fx_proxy_cls
 
     known, source = builder.tx.output.unspec_variable_map, builder.get_source()
     if builder.name not in known:
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         tensor = torch.tensor(value, dtype=torch.float64)
-        fake = wrap_to_fake_tensor_and_record(
-            tensor, tx=builder.tx, is_tensor=False, source=FloatTensorSource(source))
+        # Made without a source: with one, the fake tensor would bring a symbolic float along.
+        fake = builder.tx.fake_mode.from_tensor(tensor, static_shapes=True)
         proxy = builder.tx.output.root_tracer.create_graph_input(
             re.sub(r"[^a-zA-Z0-9]+", "_", builder.name), type(tensor), fake, source=source)
         known[builder.name] = wrap_fx_proxy_cls(
@@ -350,3 +357,23 @@ def node_of(variable: Any) -> Any:
     """The graph node behind a tensor variable, None for anything else."""
     variable = variable.realize()
     return variable.as_proxy().node if isinstance(variable, TensorVariable) else None
+
+
+def settle_unused_floats(gm: torch.fx.GraphModule) -> None:
+    """Tell torch that the symbolic floats of this graph are used by nothing in it.
+
+    Dynamo makes one for every 0-dim float tensor it meets (each optimizer's step count), and
+    AOTAutograd traces the whole step a second time to get rid of them, unless told before.
+    """
+    used = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymFloat):
+            used |= value.node.expr.free_symbols
+    fake_mode = next((node.meta["example_value"].fake_mode for node in gm.graph.nodes
+                      if isinstance(node.meta.get("example_value"), FakeTensor)), None)
+    if fake_mode is None or fake_mode.shape_env is None:
+        return
+    for symbol in getattr(fake_mode.shape_env, "backed_var_to_val", fake_mode.shape_env.var_to_val):
+        if symbol_is_type(symbol, SymT.FLOAT) and symbol not in used:
+            TensorifyState.specialize(str(symbol))

@@ -100,6 +100,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                   notes: capture.Notes) -> Callable:
     origin = build.dynamo_inputs(gm)
     _detach_outputs(gm)
+    compat.settle_unused_floats(gm)
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if record.lowering == "inductor":
