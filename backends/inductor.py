@@ -16,13 +16,13 @@ printable (`Lowered.source`):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from .. import compat_inductor
-from ..pieces import Piece, can_cut, constant, is_host, is_view, one_piece, pieces, root
+from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
 from ..step_graph import StepGraph, op_name
 
 decompositions = compat_inductor.decompositions
@@ -147,7 +147,7 @@ def source(step: StepGraph, calls: list[tuple[str, Piece]]) -> tuple[str, dict[s
             compute(argument)
         names[node] = f"v{len(names)}"
         function = f"f{len(objects)}_{op_name(node).split('.')[0]}"
-        objects[function] = _function(node)
+        objects[function] = host_call(node)
         lines.append(_Line(f"{names[node]} = ", function,
                            [names[a] for a in node.all_input_nodes], piece=False))
 
@@ -189,18 +189,6 @@ def _text(inputs: list[str], lines: list[_Line], results: list[str],
             text += [f"    del {dead}"] if dead else []
     text.append(f"    return ({''.join(r + ', ' for r in results)})")
     return "\n".join(text) + "\n"
-
-
-def _function(node: fx.Node) -> Callable[..., Any]:
-    """`node` as a function of the values it reads."""
-    target, args, kwargs = node.target, node.args, node.kwargs
-    reads = node.all_input_nodes
-
-    def function(*values: Any) -> Any:
-        known: Mapping[fx.Node, Any] = dict(zip(reads, values))
-        return target(*fx.map_arg(args, known.__getitem__), **fx.map_arg(kwargs, known.__getitem__))
-
-    return function
 
 
 def _load(text: str, objects: dict[str, Any]) -> Callable[[list], tuple]:

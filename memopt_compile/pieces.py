@@ -14,8 +14,9 @@ Rules:
 3. An updated input read in a later piece is read from the input itself.
 4. Seeds of random numbers are drawn between the pieces and handed in, since the position of a
    seed in the table would make equal layers different. So are results read as Python numbers.
-5. A step with symbolic sizes, Python numbers inside, or operators that hold subgraphs is one
-   piece (`one_piece`): its values cannot be handed on as tensors alone.
+5. A step with symbolic sizes, Python numbers inside, operators that hold subgraphs, or writes
+   into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
+   tensors that stay what they are.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 SHORTEST = 12  # operators: below that a call costs more than compiling it twice
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
 
+_SEEDS = "prims.inductor_seeds.default"
 _ITEM = "aten._local_scalar_dense.default"
-_HOST = ("prims.inductor_seeds.default", "prims.inductor_lookup_seed.default", _ITEM)
+_HOST = (_SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,27 @@ class Piece:
 
 def is_host(node: fx.Node) -> bool:
     """Whether the program runs `node` itself, between the pieces (rule 4)."""
-    return node.op == "call_function" and str(node.target) in _HOST
+    of_a_number = str(node.target) == "aten.scalar_tensor.default" and bool(node.all_input_nodes)
+    return node.op == "call_function" and (str(node.target) in _HOST or of_a_number)
+
+
+def host_call(node: fx.Node) -> Callable[..., Any]:
+    """`node` as a function of the values it reads, for the program (rule 4)."""
+    reads, arguments = node.all_input_nodes, (node.args, node.kwargs)
+
+    def call(*values: Any) -> Any:
+        known = dict(zip(reads, values))
+        args, kwargs = fx.map_arg(arguments, known.__getitem__)
+        return node.target(*args, **kwargs)
+
+    def draw(*_: Any) -> Tensor:
+        # From the same range as Inductor's own code draws from, for the same numbers.
+        limits = torch.iinfo(torch.int64)
+        count, device = node.args
+        return torch.ops.aten.randint.low(limits.min, limits.max, [count], dtype=torch.int64,
+                                          device=device)
+
+    return draw if str(node.target) == _SEEDS else call
 
 
 def is_view(node: fx.Node) -> bool:
@@ -83,11 +105,14 @@ def body(step: StepGraph) -> list[fx.Node]:
 def can_cut(step: StepGraph) -> bool:
     """Whether every value of the step can be handed from piece to piece (rule 5)."""
     written = {root(a) for n in step.graph.nodes for a in mutated_args(n)}
+    if any(owner.op != "placeholder" for owner in written):
+        return False
     for node in step.graph.nodes:
         if node.op == "output":
             continue
         if str(node.target) == _ITEM:
-            if root(node.args[0]) in written or any(u.op != "output" for u in node.users):
+            later = [u for u in node.users if u.op != "output" and not is_host(u)]
+            if later or root(node.args[0]) in written:
                 return False
         elif node.op in ("placeholder", "get_attr"):
             value = constant(step, node) if node.op == "get_attr" else node.meta.get("val")
@@ -254,7 +279,6 @@ def program_reads(step: StepGraph) -> set[fx.Node]:
 def one_piece(step: StepGraph) -> Piece:
     """The whole step as one piece, its inputs and results as they are."""
     graph, env = fx.Graph(), {}
-    step.graph.output_node().meta.setdefault("val", None)
     results = graph.graph_copy(step.graph, env)
     outputs = tuple(step.graph.output_node().args[0])
     graph.output(tuple(results))

@@ -1,0 +1,174 @@
+"""The Inductor lowering: eager's numbers, one piece for all depths, and the predicted peak."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt_compile.backends import eager, inductor
+from memopt_compile.measure import measure
+from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
+
+WIDTH, BATCH = 32, 24
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler"),
+]
+
+
+def layer(x: Tensor, turned: Tensor, bias: Tensor, drop: float) -> Tensor:
+    hidden = F.gelu(torch.mm(F.layer_norm(x, (WIDTH,)), turned) + bias)
+    if drop:
+        hidden = hidden * (torch.rand_like(hidden) >= drop) / (1 - drop)
+    return x + hidden
+
+
+def adamw(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+    """One update (betas 0.9 and 0.999, bias corrections left out)."""
+    mean.copy_(0.9 * mean + 0.1 * gradient)
+    square.copy_(0.999 * square + 0.001 * gradient * gradient)
+    parameter.copy_(parameter * 0.99 - 0.01 * mean / (square.sqrt() + 1e-3))
+
+
+def inputs(depth: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(BATCH, WIDTH, generator=generator, dtype=dtype)]
+    for _ in range(depth):
+        weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=dtype) / WIDTH**0.5
+        bias = torch.randn(WIDTH, generator=generator, dtype=dtype)
+        found += [weight, torch.zeros_like(weight), torch.zeros_like(weight),
+                  bias, torch.zeros_like(bias), torch.zeros_like(bias)]
+    return found
+
+
+def training(depth: int, drop: float = 0.0, dynamic: bool = False) -> StepGraph:
+    """Forward, then layer by layer backward and update: gradients are released early, and each
+    layer's backward still reads the ``weight.t()`` that its forward made."""
+
+    def step(x: Tensor, *state: Tensor) -> tuple[Tensor, Tensor]:
+        layers = [state[i:i + 6] for i in range(0, len(state), 6)]
+        saved = []
+        for weight, _, _, bias, _, _ in layers:
+            read, turned = x.detach().requires_grad_(), weight.t().detach().requires_grad_()
+            bias = bias.detach().requires_grad_()
+            x = layer(read, turned, bias, drop)
+            saved.append((x, read, turned, bias))
+        loss = x.square().mean()
+        (gradient,) = torch.autograd.grad(loss, [x], retain_graph=True)
+        for (result, *leaves), (weight, m, v, bias, bm, bv) in zip(saved[::-1], layers[::-1]):
+            gradient, of_turned, of_bias = torch.autograd.grad(result, leaves, gradient)
+            adamw(weight, of_turned.t(), m, v)
+            adamw(bias, of_bias, bm, bv)
+        return loss.detach(), x.detach()[:2]
+
+    module = make_fx(step, tracing_mode="symbolic" if dynamic else "fake",
+                     decomposition_table=inductor.decompositions())(*inputs(depth))
+    module = inductor.prepare(module)
+    roles = [Input(n.name, Role.PARAMETER, n.name, nbytes(n.meta["val"]))
+             for n in module.graph.find_nodes(op="placeholder")]
+    step = StepGraph(module, tuple(roles))
+    step.phases = {n: Phase.FORWARD for n in step.computing()}
+    step.verify()
+    return step
+
+
+def run(lowered, depth: int, steps: int = 3, given: list[Tensor] | None = None) -> list[Tensor]:
+    """Results of all steps, then everything that the steps changed."""
+    state, results = given or inputs(depth), []
+    torch.manual_seed(3)
+    for _ in range(steps):
+        boxed = list(state)
+        results += lowered(boxed)
+        assert boxed == []
+    return results + state
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.fixture(scope="module")
+def four():
+    step = training(4)
+    return step, inductor.lower(step)
+
+
+def test_equals_eager_and_one_big_graph(four):
+    step, lowered = four
+    got, whole = run(lowered, 4), inductor.lower(step, whole=True)
+    torch.testing.assert_close(got, run(eager.lower(step), 4), rtol=1e-5, atol=1e-5)
+    assert equal(got, run(whole, 4))
+    assert len(lowered.called) > 1 == len(whole.called)
+
+
+def test_depth_costs_no_compilation(four):
+    deep = training(8)
+    lowered = inductor.lower(deep)
+    assert lowered.distinct == four[1].distinct < len(lowered.called)
+    assert len(lowered.compiled) <= 1
+    torch.testing.assert_close(run(lowered, 8), run(eager.lower(deep), 8), rtol=1e-5, atol=1e-5)
+
+
+def test_second_capture_compiles_nothing(four):
+    again = inductor.lower(training(4))
+    assert again.compiled == () and again.called == four[1].called
+    assert again.source == four[1].source
+
+
+def test_forget_compiles_anew(four, monkeypatch):
+    monkeypatch.setattr(inductor, "_cache", dict(inductor._cache))
+    monkeypatch.setattr(inductor.compat_inductor, "compile_graph", lambda module: (None, ""))
+    inductor.forget()
+    assert len(inductor.lower(four[0]).compiled) == four[1].distinct
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_predicted_peak_is_what_is_measured(four, whole):
+    lowered = inductor.lower(four[0], whole=whole)
+    state = inputs(4)
+    lowered(list(state))
+    measured = measure(lowered, list(state), resident=state).transient_peak_bytes
+    assert inductor.predicted_transient_peak(lowered) == pytest.approx(measured, rel=0.03)
+
+
+def test_program_frees_at_last_use(four):
+    source = four[1].source
+    made = {name for line in source.splitlines() if " = piece_" in line
+            for name in line.split(" = ")[0].strip(" []").split(", ")}
+    freed = {name for line in source.splitlines() if line.strip().startswith("del ")
+             for name in line.strip().removeprefix("del ").split(", ")}
+    returned = source.splitlines()[-1]
+    assert all(name in freed or name in returned for name in made)
+
+
+def test_dropout_draws_the_same_numbers_in_pieces_and_whole():
+    step = training(3, drop=0.5)
+    lowered = inductor.lower(step)
+    assert lowered.distinct < len(lowered.called)
+    got = run(lowered, 3)
+    assert equal(got, run(inductor.lower(step, whole=True), 3))
+    assert not torch.equal(got[0], got[2])
+
+
+def test_dropout_equals_eager_with_fallback_random():
+    with inductor_config.patch(fallback_random=True):
+        step = training(3, drop=0.5)
+        got = run(inductor.lower(step), 3)
+    torch.testing.assert_close(got, run(eager.lower(step), 3), rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_sizes_are_lowered_whole():
+    step = training(2, dynamic=True)
+    lowered = inductor.lower(step)
+    assert len(lowered.called) == 1
+    assert inductor.predicted_transient_peak(lowered) > 0
+    torch.testing.assert_close(run(lowered, 2), run(eager.lower(step), 2), rtol=1e-5, atol=1e-5)
+
+
+def test_compiler_available_says_no():
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert not inductor.compiler_available("cpu")
+    assert inductor.compiler_available("cpu")

@@ -1,0 +1,140 @@
+"""Cutting a step: repetition, the same pieces at any depth, and no alias across a cut."""
+
+import operator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt_compile.pieces import (
+    body,
+    can_cut,
+    is_view,
+    longest_repetition,
+    one_piece,
+    pieces,
+    program_reads,
+)
+from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes, storage_roots
+
+
+def as_tuple(result) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def traced(function, *inputs) -> StepGraph:
+    module = make_fx(lambda *given: as_tuple(function(*given)), tracing_mode="fake")(*inputs)
+    given = [Input(n.name, Role.PARAMETER, n.name, nbytes(n.meta["val"]))
+             for n in module.graph.find_nodes(op="placeholder")]
+    step = StepGraph(module, tuple(given))
+    step.phases = {n: Phase.FORWARD for n in step.computing()}
+    step.verify()
+    return step
+
+
+def training(depth: int, width: int = 16) -> StepGraph:
+    """Layers that keep ``weight.t()`` for backward, each updated as soon as it has its gradient."""
+
+    def step(x: Tensor, *weights: Tensor) -> Tensor:
+        saved = []
+        for weight in weights:
+            turned = weight.t()
+            saved.append((x, turned))
+            x = torch.tanh(torch.mm(x, turned).sin().mul(0.5).add(1.0)).exp().sub(1.0).cos()
+        loss = x.square().mean()
+        gradient = x * 2
+        for (read, turned), weight in zip(reversed(saved), reversed(weights)):
+            gradient = torch.tanh(gradient).sin().cos().exp().sub(1.0)
+            of_weight = torch.mm(gradient.t(), read)
+            gradient = torch.mm(gradient, turned.t())
+            weight.copy_(weight * 0.99 - 0.1 * of_weight.sin().cos())
+        return loss
+
+    return traced(step, torch.randn(8, width), *(torch.randn(width, width) for _ in range(depth)))
+
+
+def test_repetition_is_the_longest_with_the_shortest_period():
+    layer = np.arange(1, 15)
+    labels = np.concatenate([[100, 101], np.tile(layer, 4), [1, 2, 3, 200]])
+    assert longest_repetition(labels) == (2, 14, 4 * 14 + 3)
+    assert longest_repetition(np.arange(50)) is None
+    assert longest_repetition(np.array([], dtype=np.int64)) is None
+
+
+@pytest.mark.parametrize("depth", [4, 8, 16])
+def test_depth_adds_no_distinct_piece(depth):
+    parts = pieces(training(depth))
+    counts = [sum(p.key == key for p in parts) for key in {p.key for p in parts}]
+    assert len(counts) <= 5
+    assert max(counts) >= depth - 1
+
+
+def test_every_operator_runs_once_in_the_plans_order():
+    step = training(6)
+    ran = [node.target for piece in pieces(step) for node in piece.module.graph.nodes
+           if node.op == "call_function" and not is_view(node)]
+    assert ran == [node.target for node in body(step)]
+
+
+def test_no_two_inputs_of_a_piece_share_storage_and_none_is_a_view():
+    step = training(6)
+    roots = storage_roots(step.graph)
+    assert any(is_view(node) for node in step.graph.nodes)
+    for piece in pieces(step):
+        assert not any(is_view(node) for node in (*piece.inputs, *piece.outputs))
+        owners = [owner for node in piece.inputs for owner in roots[node]]
+        assert len(owners) == len(set(owners))
+
+
+def test_each_value_is_made_before_it_is_read_and_handed_on_only_if_read():
+    step = training(6)
+    made = set(step.placeholders)
+    parts = pieces(step)
+    for piece in parts:
+        assert made.issuperset(piece.inputs)
+        made.update(piece.outputs)
+    read = {n for piece in parts for n in piece.inputs} | program_reads(step)
+    assert all(read.issuperset(piece.outputs) for piece in parts)
+
+
+def test_items_stay_with_their_operator():
+    def step(x):
+        values, places = torch.ops.aten.max.dim(x, 1)
+        for _ in range(60):
+            values = values.sin()
+        return values + places
+
+    parts = pieces(traced(step, torch.randn(4, 4)))
+    assert len(parts) > 1
+    crossing = [node for piece in parts for node in (*piece.inputs, *piece.outputs)]
+    assert all(isinstance(node.meta["val"], Tensor) for node in crossing)
+    assert any(node.target is operator.getitem for node in crossing)
+
+
+def test_dead_operators_are_left_out():
+    step = traced(lambda x: x.sin(), torch.randn(3))
+    with step.graph.inserting_after(step.placeholders[0]):
+        step.graph.call_function(torch.ops.aten.cos.default, (step.placeholders[0],))
+    assert [n.target for n in body(step)] == [torch.ops.aten.sin.default]
+
+
+def test_keys_tell_shapes_constants_and_layouts_apart():
+    def key(function, *inputs):
+        return pieces(traced(function, *inputs))[0].key
+
+    x = torch.randn(4, 6)
+    keys = [key(lambda v: v * 2, x), key(lambda v: v * 3, x), key(lambda v: v * 2.0, x),
+            key(lambda v: v * 2, x.double()), key(lambda v: v * 2, torch.randn(6, 4)),
+            key(lambda v: v * 2, torch.randn(6, 4).t()), key(lambda v: (v * 2, v * 2), x),
+            key(lambda v: v.mul_(2), x)]
+    assert len(set(keys)) == len(keys)
+    assert key(lambda other: other * 2, x.clone()) == keys[0]
+
+
+def test_symbolic_sizes_make_one_piece():
+    module = make_fx(lambda x: (x.sum() * x.shape[0],), tracing_mode="symbolic")(torch.randn(4, 3))
+    step = StepGraph(module, ())
+    assert not can_cut(step)
+    assert one_piece(step).key is None
