@@ -16,8 +16,8 @@ from torch import fx
 from . import compat, compat_trace
 from .errors import CaptureError, MemoptError
 from .options import Options, refuse_unbuilt
-from .render import Report
 from .records import code_of, planning
+from .render import Report
 
 _numbers = itertools.count()
 
@@ -49,15 +49,16 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report:
     if not hasattr(compiled, "_torchdynamo_orig_callable"):
         raise CaptureError("torch.compile is switched off in this process", where="explain",
                            do="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE")
-    signal = _Planned()
+    signal, failure = _Planned(), None
     with (planning() as records, _optimizers_restored(), torch.compiler.set_stance("default"),
           compat_trace.raising_after_first_frame(signal)):
         try:
             compiled(*args)
         except _Planned as planned:
             failure = planned.__cause__
-    if plan.refusal is not None or failure is not None:
-        raise plan.refusal or failure
+    failure = plan.refusal or failure
+    if failure is not None:
+        raise failure
     if not records:
         code = code_of(step)
         raise CaptureError("nothing could be traced from the start of the step",

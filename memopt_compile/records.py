@@ -41,7 +41,7 @@ class Compilation:
     lowering: str
     where: str = ""
     reason: str | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     step: StepGraph | None = None
     before: Timeline | None = None
     after: Timeline | None = None

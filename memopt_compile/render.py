@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
@@ -14,6 +14,7 @@ from .compat_trace import hinted
 from .liveness import Timeline, lifetimes
 from .options import format_bytes
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
+from .step_pass import PassRecord
 
 if TYPE_CHECKING:
     from .records import Compilation
@@ -36,7 +37,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor that the step allocates and that is alive at the predicted peak.
+    """A tensor that the step allocates and that is alive at the peak of its schedule.
 
     `name` is the node's as in `StepGraph.text`, `role` is "activation" (from forward), "gradient"
     (of a parameter, whole) or "temporary"; `line` is the user's source line that made it.
@@ -63,7 +64,7 @@ class Report:
         resident_bytes: the inputs', alive throughout; `inputs` has them by role.
         before_peak_bytes: predicted for the captured step before any pass.
         budget_bytes: `memory_budget` in bytes, None without one.
-        passes: a `PassRecord` for each pass.
+        passes: a `PassRecord` for each pass; its bytes leave out the inputs'.
         largest: the tensors alive at the peak of the schedule, largest first.
         peak_at: the node that runs then, with its phase and the user's line.
         others: reports of further graphs of the same function.
@@ -83,7 +84,7 @@ class Report:
     before_peak_bytes: int | None = None
     budget_bytes: int | None = None
     inputs: dict[str, int] = field(default_factory=dict)
-    passes: tuple[Any, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
     largest: list[LiveTensor] = field(default_factory=list, repr=False)
     peak_at: str | None = None
     others: tuple[Report, ...] = field(default=(), repr=False)
@@ -145,7 +146,7 @@ class Report:
         text = f"{format_bytes(self.predicted_peak_bytes)} predicted"
         if self.error_percent is not None:
             text += f", {format_bytes(self.measured_peak_bytes or 0)} measured"
-            text += f" (prediction off by {round(self.error_percent, 2) + 0.0:+.2f}%)"
+            text += f" (prediction off by {self.error_percent:+.2f}%)"
         return text
 
     def _summary(self) -> str:
@@ -163,9 +164,9 @@ class Report:
         return "\n".join(f"  {label:<15}{text}" for label, text in rows)
 
     def _pass_table(self) -> str:
-        rows = [_pass_row(each) for each in self.passes]
-        head = ["pass", "peak before", "peak after", "saved", "operators", "seconds", ""]
-        return _table(rows, head, right=(1, 2, 3, 4, 5))
+        rows = [_pass_row(each, self.resident_bytes or 0) for each in self.passes]
+        head = ["pass", "peak before", "peak after", "saved", "seconds", "operators"]
+        return _table(rows, head, right=(1, 2, 3, 4))
 
     def _peak_table(self) -> str:
         if not self.peak_at:
@@ -174,7 +175,7 @@ class Report:
         rows = [[format_bytes(each.bytes), each.name, each.value, each.phase, each.role,
                  _short(each.line)] for each in self.largest[:LINES]]
         left = self.largest[LINES:]
-        text = f"alive at the predicted peak, beyond the inputs, while {self.peak_at} runs:\n"
+        text = f"alive at the peak of the schedule, beyond the inputs, while {self.peak_at} runs:\n"
         text += _table(rows, head, right=(0,))
         if left:
             text += f"\n  and {len(left)} more, {format_bytes(sum(e.bytes for e in left))} together"
@@ -226,18 +227,27 @@ def _points(timeline: Timeline) -> list[tuple[int, int]]:
             for i, point in enumerate(timeline.points)]
 
 
+def _pass_row(record: PassRecord, resident: int) -> list[str]:
+    before, after = hinted(record.peak_before), hinted(record.peak_after)
+    changes = sorted(record.op_changes, key=lambda change: -abs(change[1]))
+    count = sum(change for _, change in changes)
+    operators = f"{count:+d}: " + ", ".join(f"{name} {change:+d}" for name, change in changes)
+    if record.refusal:
+        operators = f"not run: {record.refusal}"
+    elif not changes:
+        operators = "same" if before == after else "same, in another order"
+    return [record.name, format_bytes(resident + before), format_bytes(resident + after),
+            format_bytes(before - after), f"{record.seconds:.2f}", _short(operators, 60)]
+
+
 def _short(line: str | None, limit: int = 48) -> str:
     line = line or ""
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def _table(rows: list[list[Any]], head: list[str], right: Sequence[int]) -> str:
+def _table(rows: list[list[str]], head: list[str], right: Sequence[int]) -> str:
     if not rows:
         return ""
     align = ["right" if i in right else "left" for i in range(len(head))]
     text = tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=align)
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
-
-
-def _pass_row(record: Any) -> list[Any]:
-    return [str(record)]
