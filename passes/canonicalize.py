@@ -1,6 +1,7 @@
 """Take out of a captured step what eager never did: copies, buffers and views made by tracing.
 
-Bitwise, and the predicted peak never rises. The rules, cited in the code:
+Bitwise, and the predicted peak does not rise, but for the few bytes of 0-dim tensors that rule 7
+shares. The rules, cited in the code:
 
 1. A node that nobody reads goes, unless it writes, draws random numbers or checks something.
 2. ``_unsafe_view`` becomes ``view``: it shares its operand's storage, and ``view`` says so.

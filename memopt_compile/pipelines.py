@@ -1,0 +1,86 @@
+"""Which passes run on a step, in what order and why; and the runner that checks every one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from .errors import PassError
+from .liveness import Workspace, no_workspace, timeline
+from .options import Options
+from .passes.canonicalize import Canonicalize
+from .passes.release_gradients import ReleaseGradients
+from .passes.reuse_buffers import ReuseBuffers
+from .step_graph import StepGraph
+from .step_pass import PassRecord, StepPass
+
+
+def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
+    """The passes that `options` ask for. Read it as the story of what happens to a step."""
+    eager, fused = lowering == "eager", lowering == "inductor"
+    story = [
+        # Tracing left copies and views that eager never made: without them the rest is plain.
+        (True, Canonicalize),
+        # What fuses into its reader need not be kept from forward to backward. In eager nothing
+        # fuses and recomputing costs time.
+        (fused and options.recompute, _when_written("rematerialize_free", "RematerializeFree")),
+        # Each parameter is updated as soon as its gradient is complete, which then dies.
+        (True, ReleaseGradients),
+        # Now that updates stand where they are needed, order the whole step by live bytes.
+        (True, _when_written("schedule_for_peak", "ScheduleForPeak")),
+        # In the final order, write into dead buffers. Inductor does so by itself.
+        (eager, ReuseBuffers),
+    ]
+    return tuple(make() for wanted, make in story if wanted and make)
+
+
+def _when_written(module: str, name: str) -> Callable[[], StepPass] | None:
+    """TEMPORARY: passes that other engineers are writing now."""
+    path = f"{__package__}.passes.{module}"
+    return getattr(import_module(path), name) if find_spec(path) else None
+
+
+def run(step: StepGraph, passes: Sequence[StepPass], costs: Any = None,
+        workspace: Workspace | None = None,
+        observe: Callable[[str, StepGraph], None] | None = None) -> tuple[PassRecord, ...]:
+    """Run `passes` over `step` in place, verifying it before the first and after each.
+
+    `observe` is called with the name of each pass that has run, and the step.
+
+    Raises:
+        VerifyError: the step is not sound to begin with.
+        PassError: a pass failed, or left something other than it promised.
+    """
+    step.verify()
+    records = []
+    for each in passes:
+        records.append(_run_one(step, each, costs, workspace or no_workspace))
+        if observe is not None:
+            observe(each.name, step)
+    return tuple(records)
+
+
+def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace) -> PassRecord:
+    start = time.perf_counter()
+    counts = step.op_counts()
+    peak = timeline(step, workspace).transient_peak_bytes
+    refusal = each.requires(step)
+    if refusal is not None:
+        return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal)
+    try:
+        each.run(step, costs)
+        step.verify()
+        lack = each.ensures(step)
+    except Exception as error:  # whatever it is, the user needs to know which pass it was
+        raise PassError(f"the pass {each.name} failed: {error}", where=each,
+                        do="report it with the folder that options={'dump': ...} writes") from error
+    if lack is not None:
+        raise PassError(f"the pass {each.name} did not do what it promises: {lack}", where=each,
+                        do="report it with the folder that options={'dump': ...} writes")
+    now = step.op_counts()
+    changes = {name: now.get(name, 0) - counts.get(name, 0) for name in sorted({*now, *counts})}
+    return PassRecord(each.name, tuple((n, c) for n, c in changes.items() if c), peak,
+                      timeline(step, workspace).transient_peak_bytes, time.perf_counter() - start)

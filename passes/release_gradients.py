@@ -1,0 +1,161 @@
+"""Update each parameter as soon as its gradient is complete, so that the gradient can die.
+
+A captured step holds every gradient until the whole backward has run, and writes every new
+parameter and state back at its end. This pass keeps forward and backward in their order and puts
+the update of each parameter, down to its last write-back, behind the node that its last
+dependency needs. A global norm depends on every gradient and so holds all updates back; gradients
+accumulated over micro-batches are complete in the last one.
+
+Safe orders are those in which
+
+1. operands come before their users,
+2. a write comes after every earlier touch of its storage through any alias,
+3. random operators keep their order, so that each draws the numbers it drew before.
+
+Of these the pass picks one by rule, the same one every time, and keeps the given order unless the
+new one has a lower predicted peak, or an equal peak and fewer bytes over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..liveness import lifetimes, live_bytes
+from ..step_graph import Phase, StepGraph, mutated_args, storage_roots
+from ..step_pass import StepPass
+
+
+@dataclass(frozen=True)
+class ReleaseGradients(StepPass):
+    name: ClassVar[str] = "release_gradients"
+
+    def requires(self, step: StepGraph) -> str | None:
+        return None if step.kind == "step" else "a graph without an update has nothing to release"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        given = list(step.computing())
+        order = released_order(step)
+        life = lifetimes(step.graph)
+        if _weight(live_bytes(order, life)) < _weight(live_bytes(given, life)):
+            step.reorder(order)
+
+
+def _weight(points: list[int]) -> tuple[int, int]:
+    return max(points, default=0), sum(points)
+
+
+def released_order(step: StepGraph) -> list[fx.Node]:
+    """The computing nodes with each update behind the last dependency of its parameter."""
+    before = predecessors(step)
+    backbone = [n for n in step.computing() if step.phase(n) is not Phase.UPDATE]
+    at = {node: i for i, node in enumerate(backbone)}
+    ready: dict[fx.Node, int] = {}  # the last backbone node that must have run, -1 for none
+    for node in step.computing():
+        ready[node] = max((ready[b] for b in before[node]), default=-1)
+        ready[node] = max(ready[node], at.get(node, -1))
+    due: dict[int, list[list[fx.Node]]] = {}
+    for unit in updates(step):
+        when = max(ready[write] for write in unit)
+        if when >= 0:  # else it waits for no gradient and stays at the end
+            due.setdefault(when, []).append(unit)
+    order: dict[fx.Node, None] = {}
+    for i, node in enumerate(backbone):
+        _place(node, before, order)
+        for unit in due.get(i, []):
+            for write in unit:
+                _place(write, before, order)
+    for node in step.computing():
+        _place(node, before, order)
+    return list(order)
+
+
+def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, in schedule order, the nodes that any safe order puts before it."""
+    before: dict[fx.Node, list[fx.Node]] = {}
+    roots = storage_roots(step.graph)
+    touched: dict[fx.Node, list[fx.Node]] = {}
+    drew: fx.Node | None = None
+    for node in step.computing():
+        needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
+        for root in _written(node, roots):
+            needs += touched.get(root, [])  # rule 2
+        for root in {r for a in (node, *node.all_input_nodes) for r in roots[a]}:
+            touched.setdefault(root, []).append(node)
+        if _is_random(node):
+            needs += [drew] if drew else []  # rule 3
+            drew = node
+        before[node] = list(dict.fromkeys(needs))
+    return before
+
+
+def updates(step: StepGraph) -> Iterator[list[fx.Node]]:
+    """The writes of the update, grouped by parameter.
+
+    Writes that share a computed tensor belong together: new state and new parameter come from
+    the same gradient. 0-dim tensors (step counts, norms, rates) tie no two parameters together,
+    but the write of one goes with the first group that reads what it writes.
+    """
+    group: dict[fx.Node, list[fx.Node]] = {}  # by computed node, the writes that need it
+    units: list[list[fx.Node]] = []
+    writes = [n for n in step.computing() if step.phase(n) is Phase.UPDATE and mutated_args(n)]
+    for write in sorted(writes, key=_is_scalar):  # a stable sort: 0-dim writes last
+        needed = _update_nodes(step, write)
+        shared = {id(group[n]): group[n] for n in needed if n in group and (
+            _is_scalar(write) or not _is_scalar(n))}
+        joined = sorted(shared.values(), key=units.index)[:1 if _is_scalar(write) else None]
+        unit = joined[0] if joined else []
+        for other in joined[1:]:
+            unit += other
+            units = [u for u in units if u is not other]
+            group.update({n: unit for n, g in group.items() if g is other})
+        if not joined:
+            units.append(unit)
+        unit.append(write)
+        for node in needed:
+            group.setdefault(node, unit)
+    return iter(units)
+
+
+def _update_nodes(step: StepGraph, write: fx.Node) -> list[fx.Node]:
+    """The update's nodes that `write` needs, not looking beyond 0-dim tensors."""
+    found: dict[fx.Node, None] = {}
+    stack = [write]
+    while stack:
+        node = stack.pop()
+        if node in found or node.op == "placeholder" or step.phase(node) is not Phase.UPDATE:
+            continue
+        found[node] = None
+        if node is write or not _is_scalar(node):
+            stack.extend(node.all_input_nodes)
+    return list(found)
+
+
+def _place(node: fx.Node, before: dict[fx.Node, list[fx.Node]], order: dict[fx.Node, None]) -> None:
+    """Append `node` to `order` behind whatever it still needs."""
+    stack = [node]
+    while stack:
+        at = stack[-1]
+        missing = [b for b in before[at] if b not in order]
+        if missing:
+            stack.extend(reversed(missing))
+        else:
+            order.setdefault(stack.pop())
+
+
+def _written(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    return {root for argument in mutated_args(node) for root in roots[argument]}
+
+
+def _is_random(node: fx.Node) -> bool:
+    return (isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,196 @@
+"""Write results into buffers that are dead, and state into the state: what eager does by hand.
+
+Capture makes every operator functional, so the update of a parameter holds up to three times
+what eager holds. This pass, for the eager lowering only (Inductor plans buffers itself), gives
+the listed pointwise operators back their in-place or ``out=`` form. Bitwise: the same kernel
+runs on the same values. The numbered rules are cited in the code.
+
+1. ``fma(a, b, c)`` becomes ``a * b + c``, which is how its own eager implementation computes it.
+2. The buffer is that of the input which the result is copied back to, else that of an operand,
+   an input only if it is overwritten later anyway.
+3. The result has the buffer's geometry and fills its storage. Operands in the same storage have
+   that geometry too, because then each element is read before it is written.
+4. Nothing that lives in the buffer is touched after the operator. In an input that means up to
+   the write that restores it; the result and what is made in its place are dead by then, or are
+   what that write would have copied.
+5. Results that the step returns never live in an input.
+6. A ``copy_`` of a value onto the place where it already is goes.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..step_graph import StepGraph, aten, mutated_args, nbytes, op_name, storage_roots
+from ..step_pass import StepPass
+
+# Elementwise, deterministic, and with a form that writes into a given buffer.
+POINTWISE = frozenset("""
+    abs add addcdiv addcmul ceil clamp clamp_max clamp_min copysign cos div erf exp expm1 floor
+    gelu gelu_backward hardtanh lerp leaky_relu log log1p maximum minimum mul neg pow reciprocal
+    relu round rsqrt sigmoid sigmoid_backward sign silu silu_backward sin sqrt square sub tanh
+    tanh_backward threshold_backward where xlogy
+""".split())
+
+
+@dataclass(frozen=True)
+class ReuseBuffers(StepPass):
+    name: ClassVar[str] = "reuse_buffers"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        _split_fma(step)
+        buffers = _Buffers(step)
+        for node in list(step.computing()):
+            if node.target is aten.copy_.default:
+                buffers.write_back(step, node)
+            elif _is_pointwise(node):
+                buffers.reuse(node)
+
+
+def _split_fma(step: StepGraph) -> None:
+    """Rule 1."""
+    for node in list(step.computing()):
+        if op_name(node) == "fma" and len(node.args) == 3 and not node.kwargs:
+            a, b, c = node.args
+            values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in (a, b)]
+            with step.graph.inserting_before(node):
+                product = step.graph.call_function(aten.mul.Tensor, (a, b))
+            product.meta = {**node.meta, "val": aten.mul.Tensor(*values)}
+            step.phases[product] = step.phase(node)
+            node.target, node.args = aten.add.Tensor, (product, c)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+            and node.target._schema.name.removeprefix("aten::") in POINTWISE
+            and isinstance(node.meta.get("val"), Tensor))
+
+
+def _geometry(node: fx.Node) -> tuple:
+    value = node.meta["val"]
+    sizes = str(tuple(value.shape)), str(tuple(value.stride())), str(value.storage_offset())
+    return value.dtype, value.device, value.is_conj(), value.is_neg(), *sizes
+
+
+class _Buffers:
+    """Who lives where and until when, kept up to date while results move into buffers."""
+
+    def __init__(self, step: StepGraph):
+        self.position = {node: i for i, node in enumerate(step.graph.nodes)}
+        self.roots = storage_roots(step.graph)
+        self.returned = set(step.graph.output_node().all_input_nodes)
+        self.members: dict[fx.Node, set[fx.Node]] = {}
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
+        self.latest: dict[fx.Node, fx.Node] = {}  # by owner, the node that shows what is in it now
+        for node, roots in self.roots.items():
+            for root in roots:
+                self.members.setdefault(root, set()).add(node)
+            for root in {r for a in mutated_args(node) for r in self.roots[a]}:
+                self.writes.setdefault(root, []).append(node)
+
+    def reuse(self, node: fx.Node) -> None:
+        """Let `node` write into the first buffer that may take its result."""
+        if node in self.writes:
+            return  # its own buffer is written into already
+        for buffer in self._candidates(node):
+            if self._may_take(buffer, node) and (form := _writing_form(node, buffer)):
+                node.target, node.args, node.kwargs = form
+                (root,) = self.roots[buffer]
+                self._move(node, root)
+                self.latest[root] = node
+                return
+
+    def write_back(self, step: StepGraph, copy: fx.Node) -> None:
+        target, source = copy.args[:2]
+        if len(self.roots[target]) != 1:
+            return
+        (root,) = self.roots[target]
+        target = self._now(target)
+        if (self.roots[source] == {root} and _geometry(source) == _geometry(target)
+                and copy not in self.returned):  # rule 6
+            self.writes[root].remove(copy)
+            self.members[root].discard(copy)
+            step.replace(copy, source)
+            return
+        copy.args = (target, *copy.args[1:])
+        self.latest[root] = copy
+
+    def _candidates(self, node: fx.Node) -> list[fx.Node]:
+        """Rule 2."""
+        operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+        ends = [self._now(u.args[0]) for u in node.users
+                if u.target is aten.copy_.default and u.args[1] is node]
+        places = {r for e in ends for r in self.roots[e]}
+        return ([o for o in operands if self.roots[o] & places] + ends
+                + [o for o in operands if not self.roots[o] & places])
+
+    def _may_take(self, buffer: fx.Node, node: fx.Node) -> bool:
+        if len(self.roots[buffer]) != 1:
+            return False
+        (root,) = self.roots[buffer]
+        if root.op == "get_attr" or root.target is operator.getitem:
+            return False  # a tuple's storages live as one in the memory model
+        same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])
+        if any(_geometry(a) != _geometry(node) for a in same) or (
+                nbytes(buffer.meta["val"]) != nbytes(node.meta["val"])):
+            return False  # rule 3
+        now = self.position[node]
+        if root.op != "placeholder":
+            return not any(t > now for t in self._touches(self.members[root]))  # rule 4
+        later = [w for w in self.writes.get(root, []) if self.position[w] > now]
+        if not later or self.members[node] & self.returned:  # rule 5
+            return False
+        restore = later[0]
+        if restore.target is not aten.copy_.default or _geometry(restore) != _geometry(node):
+            return False
+        if root in self.roots[restore.args[1]]:
+            return False
+        until = self.position[restore]
+        if restore.args[1] is node:
+            until = self.position[later[1]] if len(later) > 1 else len(self.position)
+        touches = self._touches(self.members[root])
+        return (not any(now < t < self.position[restore] for t in touches)
+                and all(t < until for t in self._touches(self.members[node])))
+
+    def _now(self, value: fx.Node) -> fx.Node:
+        """The node that shows what is in the place of `value` now."""
+        latest = next((self.latest[r] for r in self.roots[value] if r in self.latest), value)
+        return latest if _geometry(latest) == _geometry(value) else value
+
+    def _touches(self, members: set[fx.Node]) -> set[int]:
+        return {self.position[t] for m in members for t in (m, *m.users)}
+
+    def _move(self, node: fx.Node, root: fx.Node) -> None:
+        for member in self.members.pop(node):
+            self.roots[member] = self.roots[member] - {node} | {root}
+            self.members[root].add(member)
+
+
+def _writing_form(node: fx.Node, buffer: fx.Node) -> tuple[Any, tuple, dict] | None:
+    """`node` as an operator that writes into `buffer`: ``op_`` on its first operand, else ``out=``."""
+    base = node.target._schema.name.removeprefix("aten::")
+    given = _signature(node.target)
+    for form in _overloads(f"{base}_"):
+        if node.args[0] is buffer and _signature(form) == given:
+            return form, node.args, node.kwargs
+    for form in _overloads(base):
+        out = form._schema.arguments[-1]
+        if out.is_out and _signature(form)[:-1] == given:
+            return form, node.args, {**node.kwargs, out.name: buffer}
+    return None
+
+
+def _signature(form: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in form._schema.arguments]
+
+
+def _overloads(name: str) -> list[Any]:
+    """All but the generated forms: those compute into a fresh buffer and then copy."""
+    packet = getattr(aten, name, None)
+    forms = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    return [f for f in forms if torch.Tag.generated not in f.tags]
