@@ -78,6 +78,7 @@ def lower(step: StepGraph) -> Callable[[list], tuple]:
     text, objects = source(step)
     scope = dict(objects)
     exec(compile(text, "<memopt eager step>", "exec"), scope)
-    run = scope["run"]
+    # Outside Dynamo's reach: AOTAutograd may call it from where frames are still traced.
+    run = torch.compiler.disable(scope["run"])
     run._boxed_call = True
     return run

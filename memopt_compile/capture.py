@@ -56,6 +56,7 @@ class Notes:
     frame: Any = None
     where: str = ""
     resumed: bool = False
+    reason: str | None = None
     backwards: int = 0
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
     numbers: dict[Any, Any] = field(default_factory=dict)
@@ -323,16 +324,41 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
 
 def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
     """``momentum != 0`` and the like are decided now, with a guard on the answer."""
-    if _notes.numbers and len(args) == 2:
-        known = _notes.numbers.get(compat.node_of(args[0]))
-        constant, other = compat.constant_value(args[1].realize())
-        if known and constant and isinstance(other, (int, float)):
-            source, value = known
-            answer = compare(value, other)
-            compat.guard_value(source, lambda v: compare(v, other) == answer,
-                               f"{compat.source_name(source)} {compare.__name__} {other}")
-            return compat.VariableTracker.build(tx, answer)
+    known = _notes.numbers.get(compat.node_of(args[0]))  # may make it known, so comes first
+    constant, other = compat.constant_value(args[1].realize())
+    if known and constant and isinstance(other, (int, float)):
+        source, value = known
+        answer = compare(value, other)
+        compat.guard_value(source, lambda v: compare(v, other) == answer,
+                           f"{compat.source_name(source)} {compare.__name__} {other}")
+        return compat.VariableTracker.build(tx, answer)
     return original(tx, args, kwargs)
+
+
+_told: set[tuple] = set()
+
+
+def forget() -> None:
+    """Tell again of graphs that end early, as after `torch.compiler.reset()`."""
+    _told.clear()
+
+
+def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
+                     exc: Any = None, **kwargs: Any) -> None:
+    """One line for each place where a step stops being one graph. After the optimizer has run
+    (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
+    error = exc if exc is not None else kwargs.get("exc")
+    place = compat.break_place(error)
+    if place and not (_notes.backwards and _notes.optimizers) and not _notes.resumed:
+        cause, remedy = compat.break_reason(error)
+        file, line, code = place
+        where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
+        _notes.reason = f"{where}: {cause}"
+        if (file, line) not in _told:
+            _told.add((file, line))
+            log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
+                        "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
+    return original(self, code_options, reason, exc, **kwargs)
 
 
 _FORMS: dict[Any, Callable] = {}
@@ -365,6 +391,7 @@ def scope(code: Any = None) -> Iterator[Notes]:
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
             compare=_compare,
+            log_graph_break=_log_graph_break,
         ):
             yield _notes
     finally:

@@ -17,7 +17,8 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
-from torch._dynamo.symbolic_convert import TensorifyState, compare_op_handlers
+from torch._dynamo.symbolic_convert import (
+    InstructionTranslator, InstructionTranslatorBase, TensorifyState, compare_op_handlers)
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
@@ -98,6 +99,7 @@ def tracing_scope(
     autograd_grad: Callable,
     call_function: Callable,
     compare: Callable,
+    log_graph_break: Callable,
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
@@ -137,6 +139,8 @@ def tracing_scope(
                  validate_outputs),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
+        replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
+                      if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
         mock.patch.dict(compare_op_handlers, {
             symbol: functools.partial(compare, compare_op_handlers[symbol], function)
             for symbol, function in COMPARISONS.items()}),
@@ -321,15 +325,22 @@ def constant_value(variable: Any) -> tuple[bool, Any]:
     return False, None
 
 
-def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str | None]:
-    """(the user's line, the first line of the reason) if Dynamo ended this graph early."""
-    found = getattr(gm, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break:
-        return "", None
-    frames = [f for f in found.user_stack if "/torch/" not in f.filename]
-    where = frames[-1] if frames else None
-    line = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno} {where.line or ''}" if where else ""
-    return line, " ".join(found.reason.strip().split("\n")[0].split())
+def break_place(error: Any) -> tuple[str, int, str] | None:
+    """(file, line number, code) of the innermost line outside torch that ended a graph."""
+    stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
+    frames = [f for f in stack if f.filename and "/torch/" not in f.filename
+              and "/memopt_compile/" not in f.filename]
+    return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None
+
+
+def break_reason(error: Any) -> tuple[str, str]:
+    """(reason, remedy) from what Dynamo says when it ends a graph."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    explanation = [li.removeprefix("Explanation: ") for li in lines if li.startswith("Explanation: ")]
+    hints = [li.removeprefix("Hint: ") for li in lines if li.startswith("Hint: ")]
+    reason = lines[0] if lines else type(error).__name__
+    return (f"{reason} ({explanation[0]})" if explanation else reason,
+            hints[0] if hints else "take that line out of the step")
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
@@ -374,6 +385,13 @@ def settle_unused_floats(gm: torch.fx.GraphModule) -> None:
                       if isinstance(node.meta.get("example_value"), FakeTensor)), None)
     if fake_mode is None or fake_mode.shape_env is None:
         return
-    for symbol in getattr(fake_mode.shape_env, "backed_var_to_val", fake_mode.shape_env.var_to_val):
+    shape_env = fake_mode.shape_env
+    known = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    for symbol in getattr(shape_env, known):
         if symbol_is_type(symbol, SymT.FLOAT) and symbol not in used:
             TensorifyState.specialize(str(symbol))
+
+
+def is_func_grad(node: torch.fx.Node) -> bool:
+    """Whether a Dynamo node opens a level of `torch.func` differentiation."""
+    return getattr(node.target, "__name__", "") == "_grad_increment_nesting"

@@ -15,18 +15,13 @@ import torch
 from torch import fx
 
 from . import build, capture, compat, devices
-from .backends import eager
+from .backends import eager, inductor
 try:  # TEMPORARY while the parts are being written
     from . import pipelines
 except ImportError:
     class pipelines:
         default = staticmethod(lambda *a: ())
         run = staticmethod(lambda *a, **k: ())
-try:
-    from .backends import inductor
-except ImportError:
-    class inductor:
-        compiler_available = staticmethod(lambda d: False)
 try:
     from .costs import workspace as eager_workspace
 except ImportError:
@@ -71,22 +66,29 @@ def _raiser(error: MemoptError) -> Callable:
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable:
     notes = capture.notes()
-    kind = "step" if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad) else "model"
+    kind = "step" if _differentiates(gm) else "model"
     lowering = opts.lowering
     if lowering == "inductor" and not inductor.compiler_available(_device(example_inputs)):
         lowering = "eager"
         log.warning("no C++ compiler found: running the eager lowering (install g++ for Inductor)")
-    where, reason = compat.graph_break(gm)
-    record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where)
+    record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
+                         reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)
-    if reason and not (notes.backwards and notes.optimizers) and not notes.resumed:
-        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right numbers "
-                    "and without memopt's savings from here on.", where or notes.where, reason)
-        record.reason = f"{where}: {reason}"
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
     if kind == "model":
         return _compile_model(gm, example_inputs, record)
     return _compile_step(gm, example_inputs, record, notes)
+
+
+def _differentiates(gm: fx.GraphModule) -> bool:
+    """Whether the graph holds a backward, by autograd or by `torch.func`."""
+    if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
+        return True
+    # `torch.func.grad` alone leaves its results differentiable; once the step also writes to
+    # a leaf in place, eager too could only have raised on a later backward through them.
+    return any(compat.is_func_grad(n) for n in gm.graph.nodes) and any(
+        n.op == "call_method" and n.target.endswith("_") and n.args[0].op == "placeholder"
+        for n in gm.graph.nodes)
 
 
 def _kind_line(kind: str, notes: capture.Notes) -> str:
@@ -226,4 +228,10 @@ def _caused_by(error: BaseException, kind: type) -> bool:
     return _cause(error, kind) is not None
 
 
+def _reset() -> None:
+    """What `torch.compiler.reset()` asks of a backend."""
+    capture.forget()
+
+
+backend.reset = _reset
 uninstall = capture.install(lambda function: function is backend)

@@ -78,13 +78,14 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
     because the tuple that holds them is one value to the program that runs it.
     """
     roots = storage_roots(graph)
-    inputs = set(graph.find_nodes(op="placeholder"))
+    inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     owner = {n: n.args[0] if n.target is operator.getitem and roots[n] == {n} else n
              for n in graph.nodes}
     size: dict[fx.Node, int] = {}
     touched: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
+            touched[node] = frozenset()  # held by the caller and by the module
             continue
         if roots[node] == {node} and owner[node] is node and node.op != "output":
             size[node] = owned_bytes(node)

@@ -17,21 +17,29 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9):
     difference, where = largest_difference(expected, got)
     assert difference <= tolerance, f"{where}: {difference:.3e}"
     steps = [c for c in compilations if c.kind == "step"]
+    others = [(c.kind, c.where) for c in compilations if c.kind != "step"]
     if whole:
-        assert steps, [(c.kind, c.reason) for c in compilations]
+        assert steps and not others, others
         assert not [c.reason for c in compilations if c.reason]
         assert len(steps) <= graphs, "recompiled after the second call"
     return compilations
 
 
+# Steps that alternate between two shapes of work need a graph for each, and one more when the
+# optimizer's state has grown by the parameters that the first call did not use.
+GRAPHS = {"unused_in_some_steps": 3}
+# Muon orthogonalizes in bfloat16: one bit of difference in the gradient is 2^-8 in its update.
+TOLERANCE = {"Muon": 5e-2}
+
+
 @pytest.mark.parametrize("name", rows.ROWS)
 def test_row(name):
-    check(rows.ROWS[name])
+    check(rows.ROWS[name], graphs=GRAPHS.get(name, 2))
 
 
 @pytest.mark.parametrize("name", rows.OPTIMIZERS)
 def test_optimizer(name):
-    check(lambda: rows.with_optimizer(name))
+    check(lambda: rows.with_optimizer(name), tolerance=TOLERANCE.get(name, 1e-9))
 
 
 @pytest.mark.parametrize("name", rows.ORDINARY)
