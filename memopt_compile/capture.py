@@ -27,6 +27,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.optim.asgd import _single_tensor_asgd
+from torch.optim.radam import _single_tensor_radam
 
 from . import compat
 
@@ -109,6 +111,22 @@ def _to_scalar(number: Any) -> Any:
     return number
 
 
+def _radam(*lists: Any, capturable: bool, **kwargs: Any) -> None:
+    """RAdam asks the step count whether to rectify; its capturable form selects instead."""
+    steps = [step.to(torch.float64) for step in lists[4]]
+    _single_tensor_radam(*lists[:4], steps, capturable=True, **kwargs)
+    for step, counted in zip(lists[4], steps):
+        step.copy_(counted)
+
+
+def _asgd(*lists: Any, capturable: bool, **kwargs: Any) -> None:
+    """ASGD asks whether it averages yet; its capturable form averages with weight one."""
+    steps = [step.to(torch.float64) for step in lists[5]]
+    _single_tensor_asgd(*lists[:5], steps, capturable=True, **kwargs)
+    for step, counted in zip(lists[5], steps):
+        step.copy_(counted)
+
+
 def _single_tensor_forms() -> dict[Any, Callable]:
     """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
     forms: dict[Any, Callable] = {}
@@ -124,7 +142,7 @@ def _single_tensor_forms() -> dict[Any, Callable]:
         for name, form in (("_get_value", _get_value), ("_to_scalar", _to_scalar)):
             if hasattr(module, name):
                 forms[getattr(module, name)] = form
-    return forms
+    return {**forms, _single_tensor_asgd: _asgd, _single_tensor_radam: _radam}
 
 
 def _undisabled(function: Callable) -> Callable:
@@ -366,6 +384,9 @@ _FORMS: dict[Any, Callable] = {}
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
+    asked = kwargs.get("capturable")
+    if form in (_radam, _asgd) and asked is not None and compat.constant_value(asked) == (True, True):
+        form = None
     if form is not None and type(self) is compat.UserFunctionVariable:
         return original(compat.UserFunctionVariable(form), tx, args, kwargs)
     return original(self, tx, args, kwargs)
