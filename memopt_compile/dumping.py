@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,28 +15,29 @@ if TYPE_CHECKING:
     from .records import Compilation
 
 
-def write(record: Compilation, top: Path) -> Path:
-    """Write everything about `record` to a new numbered folder in `top`; returns the folder.
-
-    Nothing that is there already is touched: each compilation gets the next free number.
+def write(record: Compilation) -> None:
+    """Write all that is known of `record`, its graphs aside, to its folder.
 
     Raises:
         OptionError: the folder cannot be written.
     """
-    try:
-        folder = _new_folder(top)
-        for name, text in record.texts.items():
-            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    with _refusal(record):
+        folder = _folder(record)
         (folder / "plan.txt").write_text(plan(record), encoding="utf-8")
         write_program(record, folder)
         write_report(record, folder)
         if record.after is not None and record.after.points:
             Report.of(record).draw(folder / "timeline.svg")
-    except OSError as error:
-        raise OptionError(f"the dump cannot be written: {error.strerror}", where=f"dump={str(top)!r}",
-                          do="name a folder that can be created and written, or leave it out"
-                          ) from error
-    return folder
+
+
+def write_graph(record: Compilation, name: str, text: str) -> None:
+    """Write the text of one graph at once, so that it is there if the next pass fails.
+
+    Raises:
+        OptionError: the folder cannot be written.
+    """
+    with _refusal(record):
+        (_folder(record) / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 def write_report(record: Compilation, folder: Path) -> None:
@@ -56,13 +59,27 @@ def plan(record: Compilation) -> str:
     return f"{made}\n" if made else "Every value is kept: no memory plan was needed or made.\n"
 
 
-def _new_folder(top: Path) -> Path:
-    top.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        folder = top / f"{number:02d}"
-        try:
-            folder.mkdir()  # Fails if another compilation or rank was first.
-            return folder
-        except FileExistsError:
-            number += 1
+def _folder(record: Compilation) -> Path:
+    """The folder of this compilation: the first free number, so that nothing is overwritten."""
+    if record.folder is None:
+        top, number = Path(record.options.dump or "."), 0
+        top.mkdir(parents=True, exist_ok=True)
+        while record.folder is None:
+            folder = top / f"{number:02d}"
+            try:
+                folder.mkdir()  # Fails if another compilation, process or rank was first.
+                record.folder = folder
+            except FileExistsError:
+                number += 1
+    return record.folder
+
+
+@contextlib.contextmanager
+def _refusal(record: Compilation) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"the dump cannot be written: {error.strerror}",
+                          where=f"dump={str(record.options.dump)!r}",
+                          do="name a folder that can be created and written, or leave it out"
+                          ) from error

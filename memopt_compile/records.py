@@ -57,6 +57,9 @@ class Compilation:
         """Keep and show the graph as it is now, where someone asked to see it.
 
         `name` is "captured" before the first pass, then that of the pass which has just run.
+
+        Raises:
+            OptionError: the folder `options.dump` cannot be written.
         """
         artifact = "memopt_before" if name == "captured" else f"memopt_after_{name}"
         debugging = log.isEnabledFor(logging.DEBUG)
@@ -64,7 +67,10 @@ class Compilation:
             compat_trace.artifact(artifact, step.text)
             return
         text = step.text()
-        self.texts[f"{len(self.texts):02d}_{name}"] = text
+        numbered = f"{len(self.texts):02d}_{name}"
+        self.texts[numbered] = text
+        if self.options.dump is not None:
+            dumping.write_graph(self, numbered, text)
         compat_trace.artifact(artifact, lambda: text)
         if debugging:
             log.debug("%s: graph %s:\n%s", self.where, artifact.removeprefix("memopt_"), text)
@@ -117,7 +123,7 @@ class Compilation:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", Report.of(self))
         if self.options.dump is not None:
-            self.folder = dumping.write(self, Path(self.options.dump))
+            dumping.write(self)
 
     def budget_bytes(self) -> int | None:
         """`options.memory_budget` in bytes of peak, None without a budget."""

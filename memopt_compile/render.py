@@ -146,7 +146,7 @@ class Report:
         text = f"{format_bytes(self.predicted_peak_bytes)} predicted"
         if self.error_percent is not None:
             text += f", {format_bytes(self.measured_peak_bytes or 0)} measured"
-            text += f" (prediction off by {self.error_percent:+.2f}%)"
+            text += f" (prediction off by {round(self.error_percent, 2) + 0.0:+.2f}%)"
         return text
 
     def _summary(self) -> str:
@@ -235,7 +235,7 @@ def _pass_row(record: PassRecord, resident: int) -> list[str]:
     if record.refusal:
         operators = f"not run: {record.refusal}"
     elif not changes:
-        operators = "same" if before == after else "same, in another order"
+        operators = "same operators" if before == after else "same operators, reordered"
     return [record.name, format_bytes(resident + before), format_bytes(resident + after),
             format_bytes(before - after), f"{record.seconds:.2f}", _short(operators, 60)]
 

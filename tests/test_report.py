@@ -277,11 +277,15 @@ class Graph:
         return "p0: f32[1]\n"
 
 
-def test_graph_texts_are_kept_for_a_dump():
-    record = Compilation("step", Options(dump="x"), "eager")
+def test_graphs_are_dumped_as_they_come(tmp_path):
+    (tmp_path / "00").mkdir()  # Of an earlier process: left alone.
+    record = Compilation("step", Options(dump=tmp_path), "eager")
     for name in ("captured", "first", "second"):
         record.observe(name, Graph())
-    assert list(record.texts) == ["00_captured", "01_first", "02_second"]
+    names = ["00_captured", "01_first", "02_second"]
+    assert sorted(each.stem for each in (tmp_path / "01").iterdir()) == names == list(record.texts)
+    record.dump()
+    assert {each.name for each in tmp_path.iterdir()} == {"00", "01"}
 
 
 def test_graph_texts_are_not_made_unless_wanted(monkeypatch):
@@ -334,7 +338,7 @@ def test_pass_table():
               PassRecord("compress", (), 2**20, 2**20, 0.0, refusal="not asked for"))
     text = str(Report.of(Compilation("step", Options(), "eager", after=line, passes=passes)))
     rows = [re.split(r"\s{2,}", row.strip()) for row in text.splitlines()]
-    assert ["reorder", "4.00 MiB", "2.00 MiB", "2.00 MiB", "0.25", "same, in another order"] in rows
+    assert ["reorder", "4.00 MiB", "2.00 MiB", "2.00 MiB", "0.25", "same operators, reordered"] in rows
     assert ["recompute", "2.00 MiB", "2.00 MiB", "0 B", "0.50", "+1: mm +2, add -1"] in rows
     assert ["compress", "2.00 MiB", "2.00 MiB", "0 B", "0.00", "not run: not asked for"] in rows
 
