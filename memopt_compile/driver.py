@@ -14,23 +14,17 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from . import build, capture, compat, devices
+from . import build, capture, compat, compat_trace, pipelines
 from .backends import eager, inductor
-try:  # TEMPORARY while the parts are being written
-    from . import pipelines
-except ImportError:
-    class pipelines:
-        default = staticmethod(lambda *a: ())
-        run = staticmethod(lambda *a, **k: ())
-try:
+try:  # TEMPORARY
     from .costs import workspace as eager_workspace
 except ImportError:
     eager_workspace = lambda step: (lambda node: 0)
-last = []
 from .errors import InfeasibleBudget, MemoptError, OptionError
-from .liveness import timeline
+from .liveness import no_workspace, timeline
 from .options import Options, format_bytes, refuse_unbuilt
-from .report import Compilation, remember
+from .records import Compilation, remember
+from .step_graph import StepGraph
 
 log = logging.getLogger("memopt_compile")
 
@@ -145,38 +139,34 @@ def _dropping_gradients(run: Callable, leaves: Sequence[int]) -> Callable:
     return run_without_old_gradients
 
 
-def _lower(step: build.StepGraph, record: Compilation) -> Callable:
+def _lower(step: StepGraph, record: Compilation) -> Callable:
     """Pipeline, budget and lowering of one step graph."""
-    workspace = eager_workspace(step) if record.lowering == "eager" else None
-    last.append(step)
-    step.verify()
-    record.before = timeline(step, *([workspace] if workspace else []))
+    workspace = eager_workspace(step) if record.lowering == "eager" else no_workspace
+    record.step, record.before = step, timeline(step, workspace)
+    record.observe("captured", step)
     record.passes = pipelines.run(step, pipelines.default(record.options, record.lowering),
-                                  workspace=workspace)
-    record.step = step
-    record.after = timeline(step, *([workspace] if workspace else []))
+                                  workspace=workspace, observe=record.observe)
+    record.after = timeline(step, workspace)
     if record.lowering == "eager":
-        lowered = eager.lower(step)
-        record.predicted_peak_bytes = record.after.peak_bytes
+        lowered: Callable = eager.lower(step)
+        record.predicted_peak_bytes = compat_trace.hinted(record.after.peak_bytes)
     else:
         lowered = inductor.lower(step)
-        record.predicted_peak_bytes = (record.after.resident_bytes
+        record.predicted_peak_bytes = (compat_trace.hinted(record.after.resident_bytes)
                                        + inductor.predicted_transient_peak(lowered))
-    _hold_to_budget(record)
     record.dump()
+    _hold_to_budget(record)
     return record.measured(lowered)
 
 
 def _hold_to_budget(record: Compilation) -> None:
-    budget = record.options.memory_budget
-    if budget is None:
-        return
-    limit = devices.budget_bytes(budget, record.before.peak_bytes, record.device)
-    if record.predicted_peak_bytes > limit:
+    limit = record.budget_bytes()
+    if limit is not None and record.predicted_peak_bytes > limit:
+        resident = compat_trace.hinted(record.after.resident_bytes)
         raise InfeasibleBudget(
-            f"the step needs {format_bytes(record.predicted_peak_bytes)} at its peak and the budget "
-            f"is {format_bytes(limit)}; {format_bytes(record.after.resident_bytes)} of that are "
-            "parameters, optimizer state, buffers and the batch",
+            f"the step needs {format_bytes(record.predicted_peak_bytes)} at its peak and the "
+            f"budget is {format_bytes(limit)}; {format_bytes(resident)} of that are parameters, "
+            "optimizer state, buffers and the batch",
             where=record.peak_line(),
             do="raise memory_budget, shrink the batch, or split it with memopt.micro_batches")
 
@@ -231,6 +221,7 @@ def _caused_by(error: BaseException, kind: type) -> bool:
 def _reset() -> None:
     """What `torch.compiler.reset()` asks of a backend."""
     capture.forget()
+    inductor.forget()
 
 
 backend.reset = _reset
