@@ -42,6 +42,11 @@ POINTWISE = frozenset("""
 class ReuseBuffers(StepPass):
     name: ClassVar[str] = "reuse_buffers"
 
+    def requires(self, step: StepGraph) -> str | None:
+        if step.graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
+            return "_unsafe_view hides who shares storage with whom: canonicalize first"
+        return None
+
     def run(self, step: StepGraph, costs: Any = None) -> None:
         _split_fma(step)
         buffers = _Buffers(step)

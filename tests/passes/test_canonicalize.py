@@ -1,0 +1,154 @@
+import pytest
+import torch
+from graphs import assert_own_storage, by_hand, captured, check, mlp, outcome, training_step, values_for
+
+from memopt_compile.backends import eager
+from memopt_compile.passes.canonicalize import Canonicalize
+
+aten = torch.ops.aten
+
+
+def doubles(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def tiny():
+    def step(p, m, x, lr):
+        product = aten.detach(x).t() @ x
+        gradient = aten.copy(torch.empty_like(p), product.t().t())
+        turned = aten.copy(torch.empty_like(p), product.t())
+        low = aten.copy(torch.empty_like(m), gradient)
+        a, b = aten.mul(lr, 2.0), aten.mul(lr, 2.0)
+        q, _ = aten._foreach_mul.Tensor([turned, turned], a)
+        new = aten.clone(p) - q * b
+        torch.rand(2)
+        p.copy_(new)
+        m.copy_(low)
+        return gradient
+
+    return by_hand(step, ("p", doubles(4, 4)), ("s", torch.rand(4, 4)), ("x", doubles(3, 4)),
+                   ("n", doubles()))
+
+
+def test_golden():
+    step = tiny()
+    check(step, Canonicalize())
+    assert step.text() == """\
+p0: f64[4, 4]  # parameter trained
+s0: f32[4, 4]  # state
+x0: f64[3, 4]  # batch
+n0: f64[]  # number
+forward:
+  t_0: f64[4, 3] = t(x0)
+  mm_0: f64[4, 4] = mm(t_0, x0)
+  t_1: f64[4, 4] = t(mm_0)
+  clone_0: f64[4, 4] = clone(t_1, memory_format=torch.contiguous_format)
+  to_copy_0: f32[4, 4] = _to_copy(mm_0, dtype=torch.float32)
+  mul_0: f64[] = mul(n0, 2.0)
+  mul_1: f64[4, 4] = mul(clone_0, mul_0)
+  mul_2: f64[4, 4] = mul(mul_1, mul_0)
+  sub_0: f64[4, 4] = sub(p0, mul_2)
+  rand_0: f32[2] = rand([2], device=cpu, pin_memory=False)
+  copy_0: f64[4, 4] = copy_(p0, sub_0)
+  copy_1: f32[4, 4] = copy_(s0, to_copy_0)
+return mm_0
+"""
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"clip": 0.1}, {"keep_gradients": True}, {"micro_batches": 2},
+    {"optimizer": torch.optim.SGD, "momentum": 0.9},
+], ids=str)
+def test_a_real_step_keeps_its_numbers_and_loses_its_copies(settings):
+    step = training_step(mlp(2), **settings)
+    scalars = sum(n.meta["val"].dim() == 0 for n in step.computing()
+                  if isinstance(n.meta["val"], torch.Tensor))
+    check(step, Canonicalize(), slack=8 * scalars)
+    counts = step.op_counts()
+    assert not counts.keys() & {"copy", "empty_like", "detach", "clone", "_foreach_mul.Tensor"}
+
+
+def test_a_second_run_finds_nothing():
+    step = training_step(mlp(1))
+    Canonicalize().run(step)
+    text = step.text()
+    check(step, Canonicalize())
+    assert step.text() == text
+
+
+def test_nothing_to_do():
+    step = by_hand(lambda x: torch.sin(x), ("x", doubles(2)))
+    text = step.text()
+    check(step, Canonicalize())
+    assert step.text() == text
+
+
+@pytest.mark.parametrize("results", [
+    lambda p, x: (x.clone(),),  # an input
+    lambda p, x: (lambda y: (y, y.clone()))(x.sin()),  # another result
+    lambda p, x: (lambda y: (y.clone(), y.clone()))(x.sin()),  # each other
+    lambda p, x: (lambda y: (aten.copy(torch.empty_like(p), y.expand(2, 2)),))(x.sin().sum()),
+    lambda p, x: (torch.cat([x, x])[:2].clone(),),  # a part of something larger
+], ids=["input", "result", "twins", "expanded", "part"])
+def test_results_keep_a_storage_of_their_own(results):
+    step = by_hand(results, ("p", doubles(2, 2)), ("x", doubles(2, 2)))
+    check(step, Canonicalize())  # `outcome` in it compares storages
+    values = values_for(step)
+    returned = eager.lower(step)(list(values))
+    assert_own_storage(returned, values)
+    assert all(r.untyped_storage().nbytes() == r.nbytes for r in returned)
+
+
+def test_the_old_value_of_a_parameter_survives_its_update():
+    def step(p, m, x):
+        old = p.clone()
+        p.copy_(p + x)
+        m.copy_(old)
+        return x.sum()
+
+    graph = by_hand(step, ("p", doubles(2)), ("s", doubles(2)), ("x", doubles(2)))
+    check(graph, Canonicalize())
+    assert "clone" in graph.op_counts()
+
+
+def test_writing_a_value_onto_itself_goes():
+    def step(p, x):
+        p.copy_(p.detach())
+        return x.sin()
+
+    graph = by_hand(step, ("p", doubles(2)), ("x", doubles(2)))
+    check(graph, Canonicalize())
+    assert graph.op_counts() == {"sin": 1}
+
+
+def test_an_unsafe_view_says_that_it_shares():
+    graph = by_hand(lambda x: aten._unsafe_view(x.sin(), [4]).cos(), ("x", doubles(2, 2)))
+    check(graph, Canonicalize())
+    assert graph.op_counts() == {"sin": 1, "view": 1, "cos": 1}
+
+
+def test_large_equal_values_are_not_shared():
+    graph = by_hand(lambda x: torch.mm(x.sin(), x).sum() + x.sin().sum(), ("x", doubles(2, 2)))
+    check(graph, Canonicalize())
+    assert graph.op_counts()["sin"] == 2
+
+
+def test_random_numbers_stay_the_same():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.5)).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        torch.nn.functional.dropout(x, 0.3)  # unread, but it draws
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    graph = captured(step, doubles(4, 32))
+    draws = sum("dropout" in n or "bernoulli" in n for n in graph.op_counts())
+    values = values_for(graph)
+    before = outcome(eager.lower(graph), values)
+    check(graph, Canonicalize(), slack=64)
+    assert draws
+    assert all(torch.equal(a, b) for a, b in zip(before, outcome(eager.lower(graph), values)))

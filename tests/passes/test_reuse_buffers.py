@@ -1,0 +1,180 @@
+import pytest
+import torch
+from graphs import by_hand, check, mlp, training_step, values_for
+from torch.nn import functional as F
+
+from memopt_compile.backends import eager
+from memopt_compile.liveness import timeline
+from memopt_compile.measure import measure
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.release_gradients import ReleaseGradients
+from memopt_compile.passes.reuse_buffers import POINTWISE, ReuseBuffers
+
+STORY = Canonicalize(), ReleaseGradients(), ReuseBuffers()
+
+
+def doubles(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def test_golden():
+    def update(p, m, x):
+        gradient = torch.mm(x.t(), x)
+        new_m = m * 0.9 + gradient
+        denominator = torch.sqrt(torch.abs(new_m)) + 1e-8
+        new_p = p - new_m / denominator
+        m.copy_(new_m)
+        p.copy_(new_p)
+        return gradient
+
+    step = by_hand(update, ("p", doubles(4, 4)), ("s", doubles(4, 4)), ("x", doubles(2, 4)))
+    assert check(step, ReuseBuffers()) == (512, 256)
+    assert step.text() == """\
+p0: f64[4, 4]  # parameter trained
+s0: f64[4, 4]  # state
+x0: f64[2, 4]  # batch
+forward:
+  t_0: f64[4, 2] = t(x0)
+  mm_0: f64[4, 4] = mm(t_0, x0)
+  mul_0: f64[4, 4] = mul_(s0, 0.9)
+  add_0: f64[4, 4] = add_(mul_0, mm_0)
+  abs_0: f64[4, 4] = abs(add_0)
+  sqrt_0: f64[4, 4] = sqrt_(abs_0)
+  add_1: f64[4, 4] = add_(sqrt_0, 1e-08)
+  div_0: f64[4, 4] = div.out(add_0, add_1, out=add_1)
+  sub_0: f64[4, 4] = sub_(p0, div_0)
+return mm_0
+"""
+
+
+SETTINGS = [{}, {"clip": 0.1}, {"keep_gradients": True}, {"micro_batches": 2},
+            {"optimizer": torch.optim.SGD, "momentum": 0.9}, {"optimizer": torch.optim.SGD},
+            {"optimizer": torch.optim.Adam, "amsgrad": True}, {"optimizer": torch.optim.RMSprop}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_more_bytes_than_eager(settings):
+    step = training_step(mlp(4), **settings)
+    check(step, *STORY)
+    values = values_for(step)
+    inputs = [v.clone() for v in values]
+    ours = measure(eager.lower(step), inputs, resident=()).transient_peak_bytes
+    assert ours <= timeline(step).transient_peak_bytes
+    assert ours <= eager_peak(**settings)
+    counts = step.op_counts()
+    assert counts.get("copy_", 0) <= 1, "state is updated in place"
+
+
+def eager_peak(optimizer=torch.optim.AdamW, clip=None, micro_batches=1, keep_gradients=False,
+               **settings):
+    model = mlp(4)
+    opt = optimizer(model.parameters(), lr=0.1, **settings)
+    x, y = torch.randn(4, 32, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+
+    def step():
+        for xs, ys in zip(x.chunk(micro_batches), y.chunk(micro_batches)):
+            F.cross_entropy(model(xs), ys).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+
+    step()
+    opt.zero_grad()
+    return measure(step, resident=(model, opt)).transient_peak_bytes
+
+
+@pytest.mark.parametrize("body", [
+    lambda p, x: (lambda a: torch.relu(a) + a)(x * 2),  # read again
+    lambda p, x: (lambda a: a + a.t())(x * 2),  # another geometry of the same storage
+    lambda p, x: (lambda a: (a, torch.relu(a)))(x * 2),  # returned
+    lambda p, x: (lambda a: torch.relu(a) + a.t().contiguous())(x * 2),  # read through a view
+    lambda p, x: torch.relu(x),  # an input that nothing overwrites
+    lambda p, x: (x[0] * 2).expand(2, 2) + (x * 2)[:1],  # broadcast
+    lambda p, x: torch.gt(x * 2, x),  # another dtype
+], ids=["read", "turned", "returned", "view", "input", "broadcast", "dtype"])
+def test_values_that_are_still_needed_stay(body):
+    check(by_hand(body, ("p", doubles(2, 2)), ("x", doubles(2, 2))), ReuseBuffers())
+
+
+def test_a_parameter_read_after_its_new_value_is_computed():
+    def update(p, x):
+        new = p * 0.9
+        loss = torch.mm(x, p.t()).sum()
+        p.copy_(new)
+        return loss
+
+    step = by_hand(update, ("p", doubles(2, 2)), ("x", doubles(2, 2)))
+    check(step, ReuseBuffers())
+    assert step.op_counts()["copy_"] == 1
+
+
+def test_a_broken_chain_and_a_swap():
+    def update(p, q, x):
+        scratch = p * 0.9
+        turned = torch.mm(scratch, x)
+        new_q = p.new_ones(2, 2) * 2 + q
+        p.copy_(turned)
+        q.copy_(new_q)
+        return x.sum()
+
+    check(by_hand(update, ("p", doubles(2, 2)), ("p", doubles(2, 2)), ("x", doubles(2, 2))),
+          ReuseBuffers())
+
+    def swap(p, q):
+        a, b = p * 2, q * 2
+        p.copy_(b)
+        q.copy_(a)
+        return a.sum()
+
+    check(by_hand(swap, ("p", doubles(2, 2)), ("p", doubles(2, 2))), ReuseBuffers())
+
+
+def test_a_new_parameter_that_is_also_returned_keeps_its_own_storage():
+    def update(p, x):
+        new = p - x
+        p.copy_(new)
+        return new
+
+    step = by_hand(update, ("p", doubles(2, 2)), ("x", doubles(2, 2)))
+    check(step, ReuseBuffers())
+    assert step.op_counts() == {"sub": 1, "copy_": 1}
+
+
+@pytest.mark.parametrize("name", sorted(POINTWISE))
+def test_every_listed_operator_writes_the_same_numbers(name):
+    """Each form of each operator, with its first operand dead."""
+    cases = {
+        "addcdiv": lambda f, a, b: f(a, b, b + 1), "addcmul": lambda f, a, b: f(a, b, b),
+        "clamp": lambda f, a, b: f(a, 0.2, 0.6), "clamp_max": lambda f, a, b: f(a, 0.5),
+        "clamp_min": lambda f, a, b: f(a, 0.5), "hardtanh": lambda f, a, b: f(a, -0.5, 0.5),
+        "lerp": lambda f, a, b: f(a, b, 0.3), "leaky_relu": lambda f, a, b: f(a, 0.1),
+        "pow": lambda f, a, b: f(a, 2.5), "threshold_backward": lambda f, a, b: f(a, b, 0.5),
+        "where": lambda f, a, b: f(b > 0.5, a, b), "gelu_backward": lambda f, a, b: f(a, b),
+    }
+    packet = getattr(torch.ops.aten, name)
+
+    def body(x, y):
+        a = x + 0
+        try:
+            return cases.get(name, lambda f, a, b: f(a))(packet, a, y)
+        except RuntimeError:
+            return packet(a, y)
+
+    step = by_hand(body, ("x", doubles(4, 4)), ("x", doubles(4, 4)))
+    before = len(list(step.computing()))
+    check(step, ReuseBuffers())
+    assert len(list(step.computing())) == before
+    last = list(step.computing())[-1]
+    assert last.target._schema.is_mutable, f"{name} found no form that writes into its operand"
+
+
+def test_nothing_to_do():
+    step = by_hand(lambda x: torch.mm(x, x), ("x", doubles(2, 2)))
+    text = step.text()
+    check(step, ReuseBuffers())
+    assert step.text() == text
+
+
+def test_hidden_views_are_refused():
+    step = by_hand(lambda x: torch.ops.aten._unsafe_view(x + 1, [4]) + 1, ("x", doubles(2, 2)))
+    assert "_unsafe_view" in ReuseBuffers().requires(step)
