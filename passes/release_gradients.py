@@ -152,8 +152,7 @@ def _written(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.
 
 
 def _is_random(node: fx.Node) -> bool:
-    return (isinstance(node.target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_scalar(node: fx.Node) -> bool:

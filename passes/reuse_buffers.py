@@ -71,7 +71,7 @@ def _split_fma(step: StepGraph) -> None:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return (getattr(node.target, "namespace", None) == "aten"
             and node.target._schema.name.removeprefix("aten::") in POINTWISE
             and isinstance(node.meta.get("val"), Tensor))
 

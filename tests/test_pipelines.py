@@ -1,0 +1,107 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+from memopt_compile import pipelines
+from memopt_compile.errors import PassError, VerifyError
+from memopt_compile.options import Options
+from memopt_compile.step_graph import Input, Phase, Role, StepGraph
+from memopt_compile.step_pass import Numerics, PassRecord, StepPass
+
+
+def small_step() -> StepGraph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sine = graph.call_function(torch.ops.aten.sin.default, (x,))
+    spare = graph.call_function(torch.ops.aten.cos.default, (x,))
+    graph.output((sine,))
+    for node in (x, sine, spare):
+        node.meta["val"] = torch.zeros(4)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return StepGraph(module, (Input("x", Role.BATCH, "x", 16),),
+                     {sine: Phase.FORWARD, spare: Phase.FORWARD})
+
+
+@dataclass(frozen=True)
+class DropCosine(StepPass):
+    name: ClassVar[str] = "drop_cosine"
+    refuse: str | None = None
+    fail: bool = False
+    spoil: bool = False
+    promise: str | None = None
+
+    def requires(self, step):
+        return self.refuse
+
+    def run(self, step, costs=None):
+        if self.fail:
+            raise KeyError("no such node")
+        if self.spoil:
+            step.phases.clear()
+            return
+        (cosine,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+        step.erase(cosine)
+
+    def ensures(self, step):
+        return self.promise
+
+
+def test_a_pass_leaves_a_record():
+    seen = []
+    step = small_step()
+    (record,) = pipelines.run(step, [DropCosine()],
+                              observe=lambda name, now: seen.append((name, now is step)))
+    assert (record.name, record.op_changes, record.refusal) == ("drop_cosine", (("cos", -1),), None)
+    assert (record.peak_before, record.peak_after) == (32, 16)
+    assert record.row()[:3] == ("drop_cosine", "32 -> 16 B", "cos -1")
+    assert seen == [("drop_cosine", True)]
+
+
+def test_workspace_counts():
+    (record,) = pipelines.run(small_step(), [DropCosine()], workspace=lambda node: 100)
+    assert (record.peak_before, record.peak_after) == (132, 116)
+
+
+def test_a_refusal_carries_its_reason():
+    step = small_step()
+    (record,) = pipelines.run(step, [DropCosine(refuse="it is needed")])
+    assert record.refusal == "it is needed" and "it is needed" in str(record)
+    assert record.op_changes == () and "cos" in step.op_counts()
+
+
+@pytest.mark.parametrize("each, cause", [
+    (DropCosine(fail=True), KeyError), (DropCosine(spoil=True), VerifyError),
+    (DropCosine(promise="one too many"), type(None)),
+])
+def test_a_failure_names_the_pass(each, cause):
+    with pytest.raises(PassError, match="drop_cosine") as caught:
+        pipelines.run(small_step(), [each])
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_an_unsound_step_is_not_blamed_on_a_pass():
+    step = small_step()
+    step.phases.clear()
+    with pytest.raises(VerifyError):
+        pipelines.run(step, [DropCosine()])
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_the_default_story(lowering):
+    passes = pipelines.default(Options(lowering=lowering), lowering)
+    names = [p.name for p in passes]
+    assert names[0] == "canonicalize"
+    assert ("reuse_buffers" in names) == (lowering == "eager")
+    assert lowering == "inductor" or "rematerialize_free" not in names
+    order = ["canonicalize", "rematerialize_free", "release_gradients", "schedule_for_peak",
+             "reuse_buffers"]
+    assert names == [n for n in order if n in names]
+    assert all(p.numerics is Numerics.BITWISE for p in passes)
+    assert all(hash(p) is not None for p in passes)
+
+
+def test_a_record_without_changes_says_so():
+    assert PassRecord("x", (), 1, 1, 0.0).row()[2] == "same operators"
