@@ -15,8 +15,9 @@ printable (`Lowered.source`):
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx

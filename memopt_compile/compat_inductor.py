@@ -10,7 +10,8 @@ import ast
 import builtins
 import math
 import weakref
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -58,6 +59,7 @@ def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
     them. CUDA graphs are off: a piece's inputs move from call to call.
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    _spell_out_alpha(module)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
@@ -65,6 +67,26 @@ def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
     with tracing(TracingContext(_fake_mode(values))):
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
+
+
+def _spell_out_alpha(module: fx.GraphModule) -> None:
+    """Multiply by ``alpha`` in an operator of its own.
+
+    Inductor makes ``addmm`` of ``add(mm(a, b), c, alpha=0.01)`` and drops alpha without a word
+    (seen on 2.11 and 2.13): in a whole step that is the weight decay of SGD.
+    """
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs.get("alpha", 1) != 1:
+            other, alpha = node.args[1], node.kwargs["alpha"]
+            if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
+                continue
+            with module.graph.inserting_before(node):
+                scaled = module.graph.call_function(aten.mul.Tensor, (other, alpha))
+            with _fake_mode([other.meta["val"]]):
+                scaled.meta["val"] = aten.mul.Tensor(other.meta["val"], alpha)
+            node.args, node.kwargs = (node.args[0], scaled), {}
+    module.recompile()
 
 
 def _fake_mode(values: Sequence[Any]) -> Any:
@@ -147,13 +169,13 @@ def _allocator(name: str) -> Callable[..., Tensor]:
 class _Nothing:
     """Stands for a kernel, a stream, a device guard: may be used in any way, to no effect."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Nothing":
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
 
-    def __getattr__(self, name: str) -> "_Nothing":
+    def __getattr__(self, name: str) -> _Nothing:
         return self
 
-    def __enter__(self) -> "_Nothing":
+    def __enter__(self) -> _Nothing:
         return self
 
     def __exit__(self, *error: Any) -> None:

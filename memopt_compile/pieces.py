@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 SHORTEST = 12  # operators: below that a call costs more than compiling it twice
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
 
+_OPERATOR = type(torch.ops.aten.add.Tensor)
 _SEEDS = "prims.inductor_seeds.default"
 _ITEM = "aten._local_scalar_dense.default"
 _HOST = (_SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
@@ -118,7 +120,7 @@ def can_cut(step: StepGraph) -> bool:
             value = constant(step, node) if node.op == "get_attr" else node.meta.get("val")
             if not isinstance(value, Tensor) or _symbolic(value):
                 return False
-        elif not isinstance(node.target, torch._ops.OpOverload | type(operator.getitem)):
+        elif not isinstance(node.target, _OPERATOR) and node.target is not operator.getitem:
             return False
         elif _symbolic(node.meta.get("val")):
             return False

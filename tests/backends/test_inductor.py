@@ -160,6 +160,15 @@ def test_dropout_equals_eager_with_fallback_random():
     torch.testing.assert_close(got, run(eager.lower(step), 3), rtol=1e-5, atol=1e-5)
 
 
+def test_alpha_of_an_add_to_a_matmul_is_kept():
+    def step(a, b, c):
+        return torch.add(a @ b, c, alpha=0.01), torch.sub(a @ b, c, alpha=3)
+
+    given = [torch.randn(WIDTH, WIDTH) for _ in range(3)]
+    lowered = inductor.lower(StepGraph(make_fx(step, tracing_mode="fake")(*given), ()))
+    torch.testing.assert_close(lowered(list(given)), step(*given))
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)
