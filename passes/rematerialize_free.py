@@ -1,0 +1,172 @@
+"""Compute again in backward what fuses into its reader, instead of keeping it from forward.
+
+A value that forward leaves for backward holds its bytes through the rest of forward. Where it
+can be had again by operators that Inductor fuses into the kernel that reads it, keeping it
+saves no time. Which values to keep is a minimum cut (as in torch's own partitioner, and
+Chen et al. 2016 for the idea of trading computation for activations):
+
+1. every forward value is an edge whose capacity is its bytes: cutting it means keeping it;
+2. a value that cannot be computed again (a matrix product, a reduction, anything random)
+   hangs on the source; one that can hangs on its operands, so it is had again from them;
+3. what backward reads hangs on the sink; inputs of the step and its results are free to keep;
+4. a view is never kept itself: its base is, or it is taken again from a base had again;
+5. of several cuts of equal bytes the one nearest to backward is taken: less is computed twice.
+
+Before:  h = addmm(..); a = gelu(h); ...      | backward: mm(dy, a); gelu'(dy, h)
+After:   h = addmm(..); a = gelu(h); ...      | backward: a' = gelu(h); mm(dy, a'); gelu'(dy, h)
+
+Memory: `a` dies in forward. Numbers: bit for bit the same operators on the same values. The
+rewrite is taken back if it does not lower the predicted peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import networkx as nx
+import torch
+from torch import fx
+
+from ..liveness import lifetimes, live_bytes, owned_bytes
+from ..step_graph import Phase, StepGraph, aliased_args, mutated_args, storage_roots
+from ..step_pass import StepPass
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Fused by Inductor like pointwise operators, but not tagged so.
+FUSED = {
+    aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.full.default,
+    aten.full_like.default, aten.arange.start_step, aten.constant_pad_nd.default,
+    aten.scalar_tensor.default, aten.empty.memory_format, prims.convert_element_type.default,
+    prims.iota.default, prims.fma.default, prims.broadcast_in_dim.default,
+}
+
+
+@dataclass(frozen=True)
+class RematerializeFree(StepPass):
+    name: ClassVar[str] = "rematerialize_free"
+
+    def requires(self, step: StepGraph) -> str | None:
+        if any(phase is Phase.BACKWARD for phase in step.phases.values()):
+            return None
+        return "the graph has no backward to keep values for"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        before = _peak(step)
+        copies = recompute(step, values_to_recompute(step))
+        if copies and _peak(step) >= before:
+            for again, original in reversed(copies.items()):
+                again.replace_all_uses_with(original)
+                step.erase(again)
+
+
+def _peak(step: StepGraph) -> int:
+    return max(live_bytes(step.computing(), lifetimes(step.graph)), default=0)
+
+
+def fuses(node: fx.Node) -> bool:
+    """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
+    if not isinstance(node.target, torch._ops.OpOverload) or mutated_args(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    return (torch.Tag.pointwise in node.target.tags or node.target in FUSED
+            or bool(aliased_args(node)))
+
+
+def values_to_recompute(step: StepGraph) -> set[fx.Node]:
+    """The forward values that backward should compute again (rules 1 to 5)."""
+    forward = [n for n in step.computing() if step.phase(n) is Phase.FORWARD]
+    inside = set(forward)
+    overwritten = _overwritten_early(step)
+    roots = storage_roots(step.graph)
+    results = {r for a in step.graph.output_node().all_input_nodes for r in roots[a]}
+    network = nx.DiGraph()
+    network.add_nodes_from(("source", "sink"))
+    for node in forward:
+        view = bool(aliased_args(node))
+        again = fuses(node) and not (roots[node] & overwritten) and not any(
+            roots[a] & overwritten for a in node.all_input_nodes)
+        keep = None if view and again else 0 if roots[node] <= results else owned_bytes(node)
+        _edge(network, (node, "made"), (node, "kept"), keep)
+        if again:  # rule 2
+            for operand in node.all_input_nodes:
+                if operand in inside:
+                    _edge(network, (operand, "kept"), (node, "made"), None)
+        else:
+            _edge(network, "source", (node, "made"), None)
+        if any(step.phase(user) is not Phase.FORWARD for user in node.users if user.op != "output"):
+            _edge(network, (node, "kept"), "sink", None)  # rule 3
+    behind = _nearest_cut(network)
+    return {n for n in forward if fuses(n) and (n, "made") in behind}
+
+
+def _edge(network: nx.DiGraph, tail: Any, head: Any, nbytes: int | None) -> None:
+    if nbytes is None:
+        network.add_edge(tail, head)  # no capacity: can never be cut
+    else:
+        network.add_edge(tail, head, capacity=int(nbytes))
+
+
+def _nearest_cut(network: nx.DiGraph) -> set[Any]:
+    """The sink's side of the minimum cut that is nearest to the sink (rule 5)."""
+    try:
+        residual = nx.algorithms.flow.boykov_kolmogorov(network, "source", "sink")
+    except nx.NetworkXUnbounded:  # something must be kept that has no bytes of its own to cut
+        return set()
+    behind, stack = {"sink"}, ["sink"]
+    while stack:
+        head = stack.pop()
+        for tail in residual.predecessors(head):
+            edge = residual[tail][head]
+            if tail not in behind and edge["flow"] < edge["capacity"]:
+                behind.add(tail)
+                stack.append(tail)
+    return behind
+
+
+def _overwritten_early(step: StepGraph) -> set[fx.Node]:
+    """Storages that something overwrites before the update: too early to read them again."""
+    roots = storage_roots(step.graph)
+    return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
+            for argument in mutated_args(node) for root in roots[argument]}
+
+
+def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Give backward its own copy of each value in `again`; returns original by copy.
+
+    A copy stands right before its first reader, so that it lives no longer than it must.
+    """
+    copy_of: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader in list(step.computing()):
+        if step.phase(reader) is Phase.FORWARD:
+            continue
+        for value in _needed(reader.all_input_nodes, again, copy_of):
+            with step.graph.inserting_before(reader):
+                copy = step.graph.node_copy(value, lambda n: copy_of.get(n, n))
+            step.phases[copy] = Phase.BACKWARD
+            copy_of[value] = copy
+            copies[copy] = value
+        for value in reader.all_input_nodes:
+            if value in copy_of and reader not in copies:
+                reader.replace_input_with(value, copy_of[value])
+    return copies
+
+
+def _needed(values: Iterable[fx.Node], again: set[fx.Node],
+            done: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """What has to be computed again for `values`, operands first."""
+    order: dict[fx.Node, None] = {}
+
+    def visit(value: fx.Node) -> None:
+        if value in again and value not in done and value not in order:
+            for operand in value.all_input_nodes:
+                visit(operand)
+            order[value] = None
+
+    for value in values:
+        visit(value)
+    return list(order)
