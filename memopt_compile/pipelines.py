@@ -43,9 +43,13 @@ def _when_written(module: str, name: str) -> Callable[[], StepPass] | None:
     return getattr(import_module(path), name) if find_spec(path) else None
 
 
-def run(step: StepGraph, passes: Sequence[StepPass], costs: Any = None,
-        workspace: Workspace | None = None,
-        observe: Callable[[str, StepGraph], None] | None = None) -> tuple[PassRecord, ...]:
+def run(
+    step: StepGraph,
+    passes: Sequence[StepPass],
+    costs: Any = None,
+    workspace: Workspace | None = None,
+    observe: Callable[[str, StepGraph], None] | None = None,
+) -> tuple[PassRecord, ...]:
     """Run `passes` over `step` in place, verifying it before the first and after each.
 
     `observe` is called with the name of each pass that has run, and the step.
@@ -75,12 +79,23 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace) 
         step.verify()
         lack = each.ensures(step)
     except Exception as error:  # whatever it is, the user needs to know which pass it was
-        raise PassError(f"the pass {each.name} failed: {error}", where=each,
-                        do="report it with the folder that options={'dump': ...} writes") from error
+        raise PassError(
+            f"the pass {each.name} failed: {error}",
+            where=each,
+            do="report it with the folder that options={'dump': ...} writes",
+        ) from error
     if lack is not None:
-        raise PassError(f"the pass {each.name} did not do what it promises: {lack}", where=each,
-                        do="report it with the folder that options={'dump': ...} writes")
+        raise PassError(
+            f"the pass {each.name} did not do what it promises: {lack}",
+            where=each,
+            do="report it with the folder that options={'dump': ...} writes",
+        )
     now = step.op_counts()
     changes = {name: now.get(name, 0) - counts.get(name, 0) for name in sorted({*now, *counts})}
-    return PassRecord(each.name, tuple((n, c) for n, c in changes.items() if c), peak,
-                      timeline(step, workspace).transient_peak_bytes, time.perf_counter() - start)
+    return PassRecord(
+        each.name,
+        tuple((n, c) for n, c in changes.items() if c),
+        peak,
+        timeline(step, workspace).transient_peak_bytes,
+        time.perf_counter() - start,
+    )

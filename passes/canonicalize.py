@@ -4,7 +4,8 @@ Bitwise, and the predicted peak does not rise, but for the few bytes of 0-dim te
 shares. The rules, cited in the code:
 
 1. A node that nobody reads goes, unless it writes, draws random numbers or checks something.
-2. ``_unsafe_view`` becomes ``view``: it shares its operand's storage, and ``view`` says so.
+2. Views that do not say so become views that do: ``_unsafe_view`` a ``view``, the items of
+   ``split`` ``slice``, those of ``unbind`` ``select``. Who shares storage is then in the graph.
 3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``).
 4. A copy (``clone``, ``_to_copy`` or functional ``copy``) with the geometry of its source is its
    source, if both can share a storage: see `_Storages.may_share`.
@@ -20,6 +21,7 @@ What the step returns keeps owning a storage of its own: the user may write into
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..step_graph import (
+from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,
     aten,
@@ -35,9 +37,15 @@ from ..step_graph import (
     nbytes,
     storage_roots,
 )
-from ..step_pass import StepPass
+from memopt_compile.step_pass import StepPass
 
 COPIES = (aten.clone.default, aten._to_copy.default, aten.copy.default)
+SPLITS = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
 FOREACH = (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor, aten._foreach_mul.List)
 
 
@@ -50,6 +58,8 @@ class Canonicalize(StepPass):
         for node in list(step.computing()):
             if node.target is aten._unsafe_view.default:  # rule 2
                 node.target = aten.view.default
+            elif node.target in SPLITS or node.target is aten.unbind.int:
+                _take_apart(step, node)
             elif node.target in FOREACH:
                 _unbundle(step, node)
         _simplify(step)
@@ -70,6 +80,28 @@ def remove_dead_code(step: StepGraph) -> None:
 
 def _is_dead(node: fx.Node) -> bool:
     return not node.users and not node.is_impure()
+
+
+def _take_apart(step: StepGraph, node: fx.Node) -> None:
+    """Rule 2."""
+    source, dim = node.args[0], _dim(node)
+    if node.target is aten.unbind.int:
+        for item in list(node.users):
+            item.target, item.args = aten.select.int, (source, dim, item.args[1])
+        return
+    ends = list(itertools.accumulate(v.shape[dim] for v in node.meta["val"]))
+    if all(isinstance(end, int) for end in ends):
+        for item in list(node.users):
+            i = item.args[1]
+            item.target, item.args = (
+                aten.slice.Tensor,
+                (source, dim, ends[i - 1] if i else 0, ends[i]),
+            )
+
+
+def _dim(node: fx.Node) -> int:
+    position = 1 if node.target is aten.unbind.int else 2
+    return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
 
 
 def _unbundle(step: StepGraph, node: fx.Node) -> None:
@@ -203,8 +235,11 @@ class _Storages:
             self.returned = self.returned - {node} | {by}
 
     def same_place(self, a: fx.Node, b: Any) -> bool:
-        return (isinstance(b, fx.Node) and self.roots[a] == self.roots[b]
-                and _geometry(a, offset=True) == _geometry(b, offset=True) is not None)
+        return (
+            isinstance(b, fx.Node)
+            and self.roots[a] == self.roots[b]
+            and _geometry(a, offset=True) == _geometry(b, offset=True) is not None
+        )
 
     def may_share(self, copy: fx.Node, source: fx.Node) -> bool:
         """Whether nobody can tell `copy` from `source`, and sharing keeps no more bytes alive."""
@@ -213,7 +248,9 @@ class _Storages:
         (root,) = self.roots[source]
         aliases = self.members[copy]
         given = root.op in ("placeholder", "get_attr")
-        if not given and (root in self.writers or nbytes(source.meta["val"]) != nbytes(copy.meta["val"])):
+        if not given and (
+            root in self.writers or nbytes(source.meta["val"]) != nbytes(copy.meta["val"])
+        ):
             return False
         if aliases & self.returned and (given or self.members[root] & self.returned):
             return False  # results share a storage neither with an input nor with each other
@@ -221,6 +258,10 @@ class _Storages:
             return True
         write = self.writers[root][0]
         reads = {user for alias in aliases for user in alias.users} - aliases
-        return all(self.position[r] < self.position[write]
-                   or r is write and self.same_place(write.args[0], source) and copy is r.args[1]
-                   for r in reads)
+        return all(
+            self.position[r] < self.position[write]
+            or r is write
+            and self.same_place(write.args[0], source)
+            and copy is r.args[1]
+            for r in reads
+        )

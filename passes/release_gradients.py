@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..liveness import lifetimes, live_bytes
-from ..step_graph import Phase, StepGraph, mutated_args, storage_roots
-from ..step_pass import StepPass
+from memopt_compile.liveness import lifetimes, live_bytes
+from memopt_compile.step_graph import Phase, StepGraph, mutated_args, storage_roots
+from memopt_compile.step_pass import StepPass
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,12 @@ def updates(step: StepGraph) -> Iterator[list[fx.Node]]:
     writes = [n for n in step.computing() if step.phase(n) is Phase.UPDATE and mutated_args(n)]
     for write in sorted(writes, key=_is_scalar):  # a stable sort: 0-dim writes last
         needed = _update_nodes(step, write)
-        shared = {id(group[n]): group[n] for n in needed if n in group and (
-            _is_scalar(write) or not _is_scalar(n))}
-        joined = sorted(shared.values(), key=units.index)[:1 if _is_scalar(write) else None]
+        shared = {
+            id(group[n]): group[n]
+            for n in needed
+            if n in group and (_is_scalar(write) or not _is_scalar(n))
+        }
+        joined = sorted(shared.values(), key=units.index)[: 1 if _is_scalar(write) else None]
         unit = joined[0] if joined else []
         for other in joined[1:]:
             unit += other

@@ -26,16 +26,68 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..step_graph import StepGraph, aten, mutated_args, nbytes, op_name, storage_roots
-from ..step_pass import StepPass
+from memopt_compile.step_graph import StepGraph, aten, mutated_args, nbytes, op_name, storage_roots
+from memopt_compile.step_pass import StepPass
 
 # Elementwise, deterministic, and with a form that writes into a given buffer.
-POINTWISE = frozenset("""
-    abs add addcdiv addcmul ceil clamp clamp_max clamp_min copysign cos div erf exp expm1 floor
-    gelu gelu_backward hardtanh lerp leaky_relu log log1p maximum minimum mul neg pow reciprocal
-    relu round rsqrt sigmoid sigmoid_backward sign silu silu_backward sin sqrt square sub tanh
-    tanh_backward threshold_backward where xlogy
-""".split())
+POINTWISE = frozenset(
+    [
+        "abs",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "ceil",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "copysign",
+        "cos",
+        "div",
+        "erf",
+        "exp",
+        "expm1",
+        "floor",
+        "gelu",
+        "gelu_backward",
+        "hardtanh",
+        "lerp",
+        "leaky_relu",
+        "log",
+        "log1p",
+        "maximum",
+        "minimum",
+        "mul",
+        "neg",
+        "pow",
+        "reciprocal",
+        "relu",
+        "round",
+        "rsqrt",
+        "sigmoid",
+        "sigmoid_backward",
+        "sign",
+        "silu",
+        "silu_backward",
+        "sin",
+        "sqrt",
+        "square",
+        "sub",
+        "tanh",
+        "tanh_backward",
+        "threshold_backward",
+        "where",
+        "xlogy",
+    ]
+)
+
+HIDDEN_VIEWS = (
+    aten._unsafe_view.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +95,12 @@ class ReuseBuffers(StepPass):
     name: ClassVar[str] = "reuse_buffers"
 
     def requires(self, step: StepGraph) -> str | None:
-        if step.graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
-            return "_unsafe_view hides who shares storage with whom: canonicalize first"
-        return None
+        hidden = next((n for n in step.computing() if n.target in HIDDEN_VIEWS), None)
+        return (
+            f"{op_name(hidden)} does not say what it is a view of: canonicalize first"
+            if (hidden)
+            else None
+        )
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         _split_fma(step)
@@ -71,9 +126,11 @@ def _split_fma(step: StepGraph) -> None:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return (getattr(node.target, "namespace", None) == "aten"
-            and node.target._schema.name.removeprefix("aten::") in POINTWISE
-            and isinstance(node.meta.get("val"), Tensor))
+    return (
+        getattr(node.target, "namespace", None) == "aten"
+        and node.target._schema.name.removeprefix("aten::") in POINTWISE
+        and isinstance(node.meta.get("val"), Tensor)
+    )
 
 
 def _geometry(node: fx.Node) -> tuple:
@@ -116,8 +173,11 @@ class _Buffers:
             return
         (root,) = self.roots[target]
         target = self._now(target)
-        if (self.roots[source] == {root} and _geometry(source) == _geometry(target)
-                and copy not in self.returned):  # rule 6
+        if (
+            self.roots[source] == {root}
+            and _geometry(source) == _geometry(target)
+            and copy not in self.returned
+        ):  # rule 6
             self.writes[root].remove(copy)
             self.members[root].discard(copy)
             step.replace(copy, source)
@@ -128,11 +188,17 @@ class _Buffers:
     def _candidates(self, node: fx.Node) -> list[fx.Node]:
         """Rule 2."""
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-        ends = [self._now(u.args[0]) for u in node.users
-                if u.target is aten.copy_.default and u.args[1] is node]
+        ends = [
+            self._now(u.args[0])
+            for u in node.users
+            if u.target is aten.copy_.default and u.args[1] is node
+        ]
         places = {r for e in ends for r in self.roots[e]}
-        return ([o for o in operands if self.roots[o] & places] + ends
-                + [o for o in operands if not self.roots[o] & places])
+        return (
+            [o for o in operands if self.roots[o] & places]
+            + ends
+            + [o for o in operands if not self.roots[o] & places]
+        )
 
     def _may_take(self, buffer: fx.Node, node: fx.Node) -> bool:
         if len(self.roots[buffer]) != 1:
@@ -142,7 +208,8 @@ class _Buffers:
             return False  # a tuple's storages live as one in the memory model
         same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])
         if any(_geometry(a) != _geometry(node) for a in same) or (
-                nbytes(buffer.meta["val"]) != nbytes(node.meta["val"])):
+            nbytes(buffer.meta["val"]) != nbytes(node.meta["val"])
+        ):
             return False  # rule 3
         now = self.position[node]
         if root.op != "placeholder":
@@ -159,8 +226,9 @@ class _Buffers:
         if restore.args[1] is node:
             until = self.position[later[1]] if len(later) > 1 else len(self.position)
         touches = self._touches(self.members[root])
-        return (not any(now < t < self.position[restore] for t in touches)
-                and all(t < until for t in self._touches(self.members[node])))
+        return not any(now < t < self.position[restore] for t in touches) and all(
+            t < until for t in self._touches(self.members[node])
+        )
 
     def _now(self, value: fx.Node) -> fx.Node:
         """The node that shows what is in the place of `value` now."""

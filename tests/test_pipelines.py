@@ -21,8 +21,9 @@ def small_step() -> StepGraph:
     for node in (x, sine, spare):
         node.meta["val"] = torch.zeros(4)
     module = fx.GraphModule(torch.nn.Module(), graph)
-    return StepGraph(module, (Input("x", Role.BATCH, "x", 16),),
-                     {sine: Phase.FORWARD, spare: Phase.FORWARD})
+    return StepGraph(
+        module, (Input("x", Role.BATCH, "x", 16),), {sine: Phase.FORWARD, spare: Phase.FORWARD}
+    )
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class DropCosine(StepPass):
 def test_a_pass_leaves_a_record():
     seen = []
     step = small_step()
-    (record,) = pipelines.run(step, [DropCosine()],
-                              observe=lambda name, now: seen.append((name, now is step)))
+    (record,) = pipelines.run(
+        step, [DropCosine()], observe=lambda name, now: seen.append((name, now is step))
+    )
     assert (record.name, record.op_changes, record.refusal) == ("drop_cosine", (("cos", -1),), None)
     assert (record.peak_before, record.peak_after) == (32, 16)
     assert record.row()[:3] == ("drop_cosine", "32 -> 16 B", "cos -1")
@@ -72,10 +74,14 @@ def test_a_refusal_carries_its_reason():
     assert record.op_changes == () and "cos" in step.op_counts()
 
 
-@pytest.mark.parametrize("each, cause", [
-    (DropCosine(fail=True), KeyError), (DropCosine(spoil=True), VerifyError),
-    (DropCosine(promise="one too many"), type(None)),
-])
+@pytest.mark.parametrize(
+    "each, cause",
+    [
+        (DropCosine(fail=True), KeyError),
+        (DropCosine(spoil=True), VerifyError),
+        (DropCosine(promise="one too many"), type(None)),
+    ],
+)
 def test_a_failure_names_the_pass(each, cause):
     with pytest.raises(PassError, match="drop_cosine") as caught:
         pipelines.run(small_step(), [each])
@@ -96,8 +102,13 @@ def test_the_default_story(lowering):
     assert names[0] == "canonicalize"
     assert ("reuse_buffers" in names) == (lowering == "eager")
     assert lowering == "inductor" or "rematerialize_free" not in names
-    order = ["canonicalize", "rematerialize_free", "release_gradients", "schedule_for_peak",
-             "reuse_buffers"]
+    order = [
+        "canonicalize",
+        "rematerialize_free",
+        "release_gradients",
+        "schedule_for_peak",
+        "reuse_buffers",
+    ]
     assert names == [n for n in order if n in names]
     assert all(p.numerics is Numerics.BITWISE for p in passes)
     assert all(hash(p) is not None for p in passes)

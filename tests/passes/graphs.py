@@ -38,15 +38,23 @@ def mlp(layers: int = 6, width: int = 32) -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(width, 4)).double()
 
 
-def training_step(model: nn.Module, optimizer: type = torch.optim.AdamW, *, batch: int = 4,
-                  width: int = 32, clip: float | None = None, micro_batches: int = 1,
-                  keep_gradients: bool = False, lowering: str = "eager",
-                  **settings: Any) -> StepGraph:
+def training_step(
+    model: nn.Module,
+    optimizer: type = torch.optim.AdamW,
+    *,
+    batch: int = 4,
+    width: int = 32,
+    clip: float | None = None,
+    micro_batches: int = 1,
+    keep_gradients: bool = False,
+    lowering: str = "eager",
+    **settings: Any,
+) -> StepGraph:
     """The captured step of an ordinary loop."""
     opt = optimizer(model.parameters(), lr=0.1, **settings)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        for xs, ys in zip(x.chunk(micro_batches), y.chunk(micro_batches)):
+        for xs, ys in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
             loss = F.cross_entropy(model(xs), ys)
             loss.backward()
         if clip is not None:
@@ -64,8 +72,14 @@ def by_hand(fn: Callable, *inputs: tuple[str, Tensor]) -> StepGraph:
     """The step that `fn` computes. Each input is (letter of its `Role`, value); see `seed`."""
     module = make_fx(fn, tracing_mode="fake")(*[value for _, value in inputs])
     # As AOTAutograd does, keep what writes and drop nothing else.
-    labels = {"p": "p", "s": "opt.state[0]", "g": "p.grad", "b": "_buffers[0]", "x": "x",
-              "n": ".param_groups[0]['lr']"}
+    labels = {
+        "p": "p",
+        "s": "opt.state[0]",
+        "g": "p.grad",
+        "b": "_buffers[0]",
+        "x": "x",
+        "n": ".param_groups[0]['lr']",
+    }
     origin = [(labels[letter], value, letter == "p") for letter, value in inputs]
     output = module.graph.output_node()
     if not isinstance(output.args[0], (list, tuple)):
@@ -87,7 +101,7 @@ def values_for(step: StepGraph) -> list[Any]:
     """Inputs for one run: positive, since some are variances, and small class numbers."""
     generator = torch.Generator().manual_seed(0)
     values: list[Any] = []
-    for node, given in zip(step.placeholders, step.inputs):
+    for node, given in zip(step.placeholders, step.inputs, strict=True):
         fake = node.meta["val"]
         if not isinstance(fake, Tensor):
             values.append(int(fake))

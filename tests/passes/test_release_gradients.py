@@ -40,7 +40,9 @@ def test_golden():
 
     step = by_hand(two_layers, ("p", doubles(4, 4)), ("p", doubles(4, 4)), ("x", doubles(2, 4)))
     assert check(step, ReleaseGradients()) == (392, 328)
-    assert step.text() == """\
+    assert (
+        step.text()
+        == """\
 p0: f64[4, 4]  # parameter trained
 p1: f64[4, 4]  # parameter trained
 x0: f64[2, 4]  # batch
@@ -66,6 +68,7 @@ update:
   copy_1: f64[4, 4] = copy_(p0, sub_1)
 return sum_0
 """
+    )
 
 
 def test_about_one_layer_of_gradients_is_alive():
@@ -99,10 +102,16 @@ def test_micro_batches_update_in_the_last_backward(clip):
     assert len(seeds) == 2 and seeds[1] < min(writes)
 
 
-@pytest.mark.parametrize("settings", [
-    {"keep_gradients": True}, {"optimizer": torch.optim.SGD, "momentum": 0.9},
-    {"optimizer": torch.optim.Adam, "amsgrad": True}, {"optimizer": torch.optim.SGD},
-], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keep_gradients": True},
+        {"optimizer": torch.optim.SGD, "momentum": 0.9},
+        {"optimizer": torch.optim.Adam, "amsgrad": True},
+        {"optimizer": torch.optim.SGD},
+    ],
+    ids=str,
+)
 def test_other_loops(settings):
     before, after = check(canonical(**settings), ReleaseGradients())
     assert after < before
