@@ -6,14 +6,9 @@ the update of each parameter, down to its last write-back, behind the node that 
 dependency needs. A global norm depends on every gradient and so holds all updates back; gradients
 accumulated over micro-batches are complete in the last one.
 
-Safe orders are those in which
-
-1. operands come before their users,
-2. a write comes after every earlier touch of its storage through any alias,
-3. random operators keep their order, so that each draws the numbers it drew before.
-
-Of these the pass picks one by rule, the same one every time, and keeps the given order unless the
-new one has a lower predicted peak, or an equal peak and fewer bytes over time.
+Of the safe orders (`ordering`) the pass picks one by rule, the same one every time, and keeps
+the given order unless the new one has a lower predicted peak, or an equal peak and fewer bytes
+over time.
 """
 
 from __future__ import annotations
@@ -22,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx
 
-from memopt_compile.liveness import lifetimes, live_bytes
-from memopt_compile.step_graph import Phase, StepGraph, mutated_args, storage_roots
+from memopt_compile.liveness import lifetimes
+from memopt_compile.ordering import predecessors, weight
+from memopt_compile.step_graph import Phase, StepGraph, mutated_args
 from memopt_compile.step_pass import StepPass
 
 
@@ -41,12 +36,8 @@ class ReleaseGradients(StepPass):
         given = list(step.computing())
         order = released_order(step)
         life = lifetimes(step.graph)
-        if _weight(live_bytes(order, life)) < _weight(live_bytes(given, life)):
+        if weight(order, life) < weight(given, life):
             step.reorder(order)
-
-
-def _weight(points: list[int]) -> tuple[int, int]:
-    return max(points, default=0), sum(points)
 
 
 def released_order(step: StepGraph) -> list[fx.Node]:
@@ -72,25 +63,6 @@ def released_order(step: StepGraph) -> list[fx.Node]:
     for node in step.computing():
         _place(node, before, order)
     return list(order)
-
-
-def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, in schedule order, the nodes that any safe order puts before it."""
-    before: dict[fx.Node, list[fx.Node]] = {}
-    roots = storage_roots(step.graph)
-    touched: dict[fx.Node, list[fx.Node]] = {}
-    drew: fx.Node | None = None
-    for node in step.computing():
-        needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
-        for root in _written(node, roots):
-            needs += touched.get(root, [])  # rule 2
-        for root in {r for a in (node, *node.all_input_nodes) for r in roots[a]}:
-            touched.setdefault(root, []).append(node)
-        if _is_random(node):
-            needs += [drew] if drew else []  # rule 3
-            drew = node
-        before[node] = list(dict.fromkeys(needs))
-    return before
 
 
 def updates(step: StepGraph) -> Iterator[list[fx.Node]]:
@@ -148,14 +120,6 @@ def _place(node: fx.Node, before: dict[fx.Node, list[fx.Node]], order: dict[fx.N
             stack.extend(reversed(missing))
         else:
             order.setdefault(stack.pop())
-
-
-def _written(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
-    return {root for argument in mutated_args(node) for root in roots[argument]}
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -29,9 +29,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..liveness import lifetimes, live_bytes, owned_bytes
-from ..step_graph import Phase, StepGraph, aliased_args, mutated_args, storage_roots
-from ..step_pass import StepPass
+from memopt_compile.liveness import lifetimes, live_bytes, owned_bytes
+from memopt_compile.step_graph import Phase, StepGraph, aliased_args, mutated_args, storage_roots
+from memopt_compile.step_pass import StepPass
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

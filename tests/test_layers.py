@@ -21,13 +21,13 @@ LONGEST = 400  # lines
 # From the bottom up: a module imports from its own layer or from those above it in this list.
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
-    {"errors", "options", "compat"},
-    {"step_graph", "devices", "measure", "optim", "quantization", "distributed"},
-    {"liveness", "costs", "memory_plan", "planner"},
+    {"errors", "options", "compat", "compat_inductor", "compat_trace"},
+    {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed"},
+    {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas"},
     {"step_pass"},
     {"passes", "backends"},
-    {"capture", "build", "pipelines", "report"},
-    {"driver"},
+    {"capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining"},
+    {"driver", "api"},
     {"__init__", "__main__"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
@@ -153,7 +153,7 @@ def test_nothing_is_loaded_twice(path):
 @pytest.mark.parametrize("path", [*PACKAGE, *files("examples")], ids=short)
 def test_private_torch_only_in_compat(path):
     uses = private_uses(path.read_text())
-    assert dotted(path) == "memopt_compile.compat" or uses == []
+    assert dotted(path).startswith("memopt_compile.compat") or uses == []
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *files("tests", "examples")], ids=short)

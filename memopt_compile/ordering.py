@@ -1,0 +1,47 @@
+"""What has to run before what: the orders of a step that give the same numbers.
+
+Safe orders are those in which
+
+1. operands come before their users,
+2. a write comes after every earlier touch of its storage through any alias, and before every
+   later one,
+3. random operators keep their order, so that each draws the numbers it drew before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .liveness import Lifetimes, live_bytes
+from .step_graph import StepGraph, mutated_args, storage_roots
+
+
+def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, in schedule order, the nodes that any safe order puts before it."""
+    before: dict[fx.Node, list[fx.Node]] = {}
+    roots = storage_roots(step.graph)
+    touched: dict[fx.Node, list[fx.Node]] = {}
+    drew: fx.Node | None = None
+    for node in step.computing():
+        needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
+        for root in {r for argument in mutated_args(node) for r in roots[argument]}:
+            needs += touched.get(root, [])  # rule 2
+        for root in {r for a in (node, *node.all_input_nodes) for r in roots[a]}:
+            touched.setdefault(root, []).append(node)
+        if is_random(node):
+            needs += [drew] if drew else []  # rule 3
+            drew = node
+        before[node] = [n for n in dict.fromkeys(needs) if n is not node]
+    return before
+
+
+def is_random(node: fx.Node) -> bool:
+    return (isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def weight(order: list[fx.Node], life: Lifetimes) -> tuple[int, int]:
+    """How good an order is, smaller first: transient peak in bytes, then bytes over time."""
+    points = live_bytes(order, life)
+    return max(points, default=0), sum(points)
