@@ -18,19 +18,15 @@ Two marker operators leave the trace legible: ``memopt::seed`` stands where a ba
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.optim.asgd import _single_tensor_asgd
-from torch.optim.radam import _single_tensor_radam
 
-from . import compat
+from . import compat, compat_dynamo, optimizer_capture
 
 log = logging.getLogger("memopt_compile")
 
@@ -73,93 +69,6 @@ def notes() -> Notes:
     return _notes
 
 
-# ---------------------------------------------------------------- stand-ins that Dynamo traces
-
-
-def _zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """`Optimizer.zero_grad` without its profiler scope, which Dynamo may not enter."""
-    for group in self.param_groups:
-        for parameter in group["params"]:
-            if set_to_none:
-                # Not asking first whether there is a gradient spares a guard on it, and with
-                # it the recompilation between the first call and the second.
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-
-def _step(self: Any, update: Callable, args: tuple, kwargs: dict) -> Any:
-    """`Optimizer.step`: hooks before, the optimizer's own update without grad, hooks after."""
-    for hook in self._optimizer_step_pre_hooks.values():
-        result = hook(self, args, kwargs)
-        if result is not None:
-            args, kwargs = result
-    with torch.no_grad():
-        value = update(self, *args, **kwargs)
-    for hook in self._optimizer_step_post_hooks.values():
-        hook(self, args, kwargs)
-    return value
-
-
-def _get_value(step: Any) -> Any:
-    """The step count in float64, as eager's ``.item()`` gives it to the bias corrections."""
-    return step.to(torch.float64) if isinstance(step, Tensor) else step
-
-
-def _to_scalar(number: Any) -> Any:
-    """A learning rate or beta as it is: capture has made a 0-dim tensor of it already."""
-    return number
-
-
-def _radam(*lists: Any, capturable: bool, **kwargs: Any) -> None:
-    """RAdam asks the step count whether to rectify; its capturable form selects instead."""
-    steps = [step.to(torch.float64) for step in lists[4]]
-    _single_tensor_radam(*lists[:4], steps, capturable=True, **kwargs)
-    for step, counted in zip(lists[4], steps):
-        step.copy_(counted)
-
-
-def _asgd(*lists: Any, capturable: bool, **kwargs: Any) -> None:
-    """ASGD asks whether it averages yet; its capturable form averages with weight one."""
-    steps = [step.to(torch.float64) for step in lists[5]]
-    _single_tensor_asgd(*lists[:5], steps, capturable=True, **kwargs)
-    for step, counted in zip(lists[5], steps):
-        step.copy_(counted)
-
-
-def _single_tensor_forms() -> dict[Any, Callable]:
-    """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
-    forms: dict[Any, Callable] = {}
-    for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop",
-                 "rprop", "sgd", "_adafactor", "_muon"):
-        module = sys.modules.get(f"torch.optim.{name}")
-        single = getattr(module, f"_single_tensor_{name.lstrip('_')}", None)
-        for prefix in ("_multi_tensor_", "_fused_"):
-            other = getattr(module, prefix + name.lstrip("_"), None)
-            if single is not None and other is not None:
-                forms[_undisabled(other)] = single
-                forms[other] = single
-        for name, form in (("_get_value", _get_value), ("_to_scalar", _to_scalar)):
-            if hasattr(module, name):
-                forms[getattr(module, name)] = form
-    return {**forms, _single_tensor_asgd: _asgd, _single_tensor_radam: _radam}
-
-
-def _undisabled(function: Callable) -> Callable:
-    return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-def _own_step(optimizer: torch.optim.Optimizer) -> Callable:
-    """The class's `step` without torch's hook, grad-mode and graph-break wrappers."""
-    step = _undisabled(type(optimizer).step)
-    wrappers = {"profile_hook_step.<locals>.wrapper", "_use_grad_for_differentiable.<locals>._use_grad",
-                "context_decorator.<locals>.decorate_context",
-                "Optimizer.profile_hook_step.<locals>.wrapper"}
-    while getattr(step, "__qualname__", "") and step.__code__.co_qualname in wrappers:
-        step = step.__wrapped__
-    return step
-
-
 # ---------------------------------------------------------------- Dynamo's methods, replaced
 
 
@@ -167,11 +76,11 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
     optimizer = self.value
     if name == "zero_grad" and "zero_grad" not in vars(optimizer):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            return compat.UserMethodVariable(_zero_grad, self)
+            return compat.UserMethodVariable(optimizer_capture.zero_grad, self)
     if name == "step":
         return _traced_step(self, tx)
     if name == "_init_group" and hasattr(optimizer, "_init_group"):
-        return compat.UserMethodVariable(_undisabled(type(optimizer)._init_group), self)
+        return compat.UserMethodVariable(compat.undisabled(type(optimizer)._init_group), self)
     # Past OptimizerVariable, which would make `capturable` true and its parameters static.
     return super(compat.OptimizerVariable, self).var_getattr(tx, name)
 
@@ -187,16 +96,16 @@ def _traced_step(self: Any, tx: Any) -> Any:
     if compat.global_optimizer_hooks():
         compat.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
-    _make_state(optimizer, tx)
+    optimizer_capture.make_state(optimizer, tx)
     _notes.optimizers.append(optimizer)
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
         optimizer._opt_called = True  # what a scheduler's wrapper of `step` records
-    update = compat.VariableTracker.build(tx, _own_step(optimizer))
+    update = compat.VariableTracker.build(tx, optimizer_capture.own_step(optimizer))
     return _BoundStep(self, update, source=compat.attribute_source(self, "step"))
 
 
 class _BoundStep(compat.VariableTracker):
-    """``opt.step`` as a value that Dynamo can call: `_step` with this optimizer's update."""
+    """``opt.step`` as a value that Dynamo can call: the stand-in with this optimizer's update."""
 
     def __init__(self, optimizer: Any, update: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -206,37 +115,8 @@ class _BoundStep(compat.VariableTracker):
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
-        return build(tx, _step).call_function(
+        return build(tx, optimizer_capture.step).call_function(
             tx, [self.optimizer, self.update, packed, named], {})
-
-
-def _make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:
-    """Make the state of parameters that have a gradient here and none yet, as eager would.
-
-    State made inside the trace would be a first graph of its own; made here, the first call
-    and the thousandth run the same graph.
-    """
-    if not hasattr(optimizer, "_init_group"):
-        return
-    init = _undisabled(type(optimizer)._init_group)
-    lists = len(inspect.signature(init).parameters) - 2
-    for group in optimizer.param_groups:
-        new = [p for p in group["params"]
-               if not optimizer.state.get(p) and compat.pending_gradient(tx, p)]
-        if not new:
-            continue
-        gradients = [p.grad for p in new]
-        try:
-            for p in new:
-                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
-            init(optimizer, {**group, "params": new}, *([] for _ in range(lists)))
-            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-                # SGD's first step copies the gradient: with a zero buffer 0·momentum + g is g.
-                for p in new:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        finally:
-            for p, old in zip(new, gradients):
-                p.grad = old
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -385,11 +265,21 @@ _FORMS: dict[Any, Callable] = {}
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
     asked = kwargs.get("capturable")
-    if form in (_radam, _asgd) and asked is not None and compat.constant_value(asked) == (True, True):
-        form = None
+    if form in (optimizer_capture.radam, optimizer_capture.asgd) and asked is not None:
+        form = None if compat.constant_value(asked) == (True, True) else form
     if form is not None and type(self) is compat.UserFunctionVariable:
         return original(compat.UserFunctionVariable(form), tx, args, kwargs)
     return original(self, tx, args, kwargs)
+
+
+def _call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
+    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once."""
+    known = [compat.constant_value(a) for a in (*args, *kwargs.values())]
+    if name.endswith("_once") and hasattr(self.value, name) and all(ok for ok, _ in known):
+        values = [value for _, value in known]
+        getattr(self.value, name)(*values[:len(args)], **dict(zip(kwargs, values[len(args):])))
+        return compat.VariableTracker.build(tx, None)
+    return original(self, tx, name, args, kwargs)
 
 
 # ---------------------------------------------------------------- putting it in force
@@ -405,14 +295,13 @@ def scope(code: Any = None) -> Iterator[Notes]:
         _notes.where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         _notes.resumed = code.co_name.startswith("torch_dynamo_resume_in_")
     if not _FORMS:
-        _FORMS.update(_single_tensor_forms())
+        _FORMS.update(optimizer_capture.single_tensor_forms())
     try:
-        with compat.tracing_scope(
+        with compat_dynamo.tracing_scope(
             method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
-            compare=_compare,
-            log_graph_break=_log_graph_break,
+            call_logger=_call_logger, compare=_compare, log_graph_break=_log_graph_break,
         ):
             yield _notes
     finally:
@@ -421,5 +310,5 @@ def scope(code: Any = None) -> Iterator[Notes]:
 
 def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
-    return compat.frame_hook(
+    return compat_dynamo.frame_hook(
         lambda backend, code: scope(code) if is_ours(backend) else contextlib.nullcontext())

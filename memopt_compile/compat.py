@@ -7,18 +7,13 @@ one that has to change when torch does. Checked against torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import re
 from typing import Any, Callable, Iterator
-from unittest import mock
 
 import torch
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, output_graph
+from torch._dynamo import output_graph
 from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
-from torch._dynamo.symbolic_convert import (
-    InstructionTranslator, InstructionTranslatorBase, TensorifyState, compare_op_handlers)
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
@@ -27,25 +22,23 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.asgd import _single_tensor_asgd as single_tensor_asgd
+from torch.optim.radam import _single_tensor_radam as single_tensor_radam
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
     "TracingContext", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
-    "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph", "detect_fake_mode",
-    "frame_hook", "input_descriptor_index", "output_targets", "source_name",
-    "tensor_variables", "tracing", "tracing_scope",
+    "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
+    "detect_fake_mode",
+    "input_descriptor_index", "output_targets", "single_tensor_asgd", "single_tensor_radam",
+    "source_name", "tensor_variables", "tracing",
 ]
-
-
-COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
-               ">": operator.gt, ">=": operator.ge}
 
 
 def source_name(source: Any) -> str:
@@ -59,94 +52,6 @@ def source_name(source: Any) -> str:
 def break_graph(what: str, why: str, remedy: str) -> None:
     """End the traced graph here: the rest of the frame runs by the ordinary path."""
     unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
-
-
-def backend_of(frame_converter: Any) -> Any:
-    """The function the user named as backend, below torch's wrappers around it."""
-    backend = frame_converter._torchdynamo_orig_backend
-    while True:
-        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
-            backend, "compiler_fn", None
-        )
-        if inner is None:
-            return backend
-        backend = inner
-
-
-def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
-    """Convert every frame of the process inside ``wrap(backend, code)``; returns the undo."""
-    original = convert_frame.ConvertFrameAssert.__call__
-
-    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with wrap(backend_of(self), frame.f_code):
-            return original(self, frame, *args, **kwargs)
-
-    convert_frame.ConvertFrameAssert.__call__ = convert
-
-    def undo() -> None:
-        convert_frame.ConvertFrameAssert.__call__ = original
-
-    return undo
-
-
-@contextlib.contextmanager
-def tracing_scope(
-    *,
-    method_backward: Callable,
-    optimizer_getattr: Callable,
-    validate_outputs: Callable,
-    wrap_symfloat: Callable,
-    autograd_grad: Callable,
-    call_function: Callable,
-    compare: Callable,
-    log_graph_break: Callable,
-) -> Iterator[None]:
-    """Dynamo as whole-step capture needs it, for the frames traced inside only.
-
-    Each argument takes the place of the Dynamo method of that name and is called with the
-    original method first.
-    """
-
-    def replaced(cls: type, name: str, new: Callable) -> Any:
-        original = cls.__dict__[name]
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return new(original, self, *args, **kwargs)
-
-        return mock.patch.object(cls, name, method)
-
-    def tensor_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
-        # torch 2.13 writes a source onto what it finds here, also when that is the shared
-        # constant None (`p.grad` after it was set to None): a later frame of the process
-        # then "finds" its own None in this frame's locals.
-        result = original(self, tx, name)
-        if isinstance(result, ConstantVariable) and result is ConstantVariable.create(result.value):
-            result.source = None
-        return result
-
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    original_grad = handlers[torch.autograd.grad]
-
-    def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return autograd_grad(original_grad, self, *args, **kwargs)
-
-    with (
-        dynamo_config.patch(trace_autograd_ops=True),
-        replaced(TensorVariable, "method_backward", method_backward),
-        replaced(TensorVariable, "var_getattr", tensor_getattr),
-        replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
-        replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
-                 validate_outputs),
-        replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
-        replaced(UserFunctionVariable, "call_function", call_function),
-        replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
-                      if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
-        mock.patch.dict(compare_op_handlers, {
-            symbol: functools.partial(compare, compare_op_handlers[symbol], function)
-            for symbol, function in COMPARISONS.items()}),
-        mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
-    ):
-        yield
 
 
 def tensor_variables(output: Any) -> dict[int, Any]:
@@ -343,6 +248,17 @@ def break_reason(error: Any) -> tuple[str, str]:
             hints[0] if hints else "take that line out of the step")
 
 
+def aot_module_simplified(gm: torch.fx.GraphModule, example_inputs: Any, **compilers: Any) -> Any:
+    """AOTAutograd with compilers that Dynamo leaves alone.
+
+    The compiler of a backward is called by ``backward()``, where frames may still be traced.
+    """
+    for name in ("fw_compiler", "bw_compiler", "inference_compiler"):
+        if compilers.get(name) is not None:
+            compilers[name] = torch.compiler.disable(compilers[name])
+    return aot_autograd.aot_module_simplified(gm, example_inputs, **compilers)
+
+
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
     """`torch.compile`'s own way, for graphs without a backward of their own."""
     from torch._inductor.compile_fx import compile_fx
@@ -360,8 +276,13 @@ def with_optimized_original(function: Any) -> Any:
     """The user's own function behind a `torch.compile` result (a function, method or module)."""
     if isinstance(function, torch.nn.Module):
         function = getattr(function, "_orig_mod", function).forward
-    function = getattr(function, "_torchdynamo_orig_callable", function)
+    function = undisabled(function)
     return getattr(function, "__func__", function)
+
+
+def undisabled(function: Callable) -> Callable:
+    """The function below a `torch.compile` or `torch.compiler.disable` around it."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def node_of(variable: Any) -> Any:

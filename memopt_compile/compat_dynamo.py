@@ -1,0 +1,118 @@
+"""Where capture takes a hand in Dynamo: the methods that it replaces while it traces a frame.
+
+Beside `compat`, which reads and makes Dynamo's values. Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, output_graph
+from torch._dynamo.symbolic_convert import (
+    InstructionTranslator, InstructionTranslatorBase, compare_op_handlers)
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
+               ">": operator.gt, ">=": operator.ge}
+
+
+def backend_of(frame_converter: Any) -> Any:
+    """The function the user named as backend, below torch's wrappers around it."""
+    backend = frame_converter._torchdynamo_orig_backend
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "compiler_fn", None
+        )
+        if inner is None:
+            return backend
+        backend = inner
+
+
+def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
+    """Convert every frame of the process inside ``wrap(backend, code)``; returns the undo."""
+    original = convert_frame.ConvertFrameAssert.__call__
+
+    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with wrap(backend_of(self), frame.f_code):
+            return original(self, frame, *args, **kwargs)
+
+    convert_frame.ConvertFrameAssert.__call__ = convert
+
+    def undo() -> None:
+        convert_frame.ConvertFrameAssert.__call__ = original
+
+    return undo
+
+
+@contextlib.contextmanager
+def tracing_scope(
+    *,
+    method_backward: Callable,
+    optimizer_getattr: Callable,
+    validate_outputs: Callable,
+    wrap_symfloat: Callable,
+    autograd_grad: Callable,
+    call_function: Callable,
+    call_logger: Callable,
+    compare: Callable,
+    log_graph_break: Callable,
+) -> Iterator[None]:
+    """Dynamo as whole-step capture needs it, for the frames traced inside only.
+
+    Each argument takes the place of the Dynamo method of that name and is called with the
+    original method first.
+    """
+
+    def replaced(cls: type, name: str, new: Callable) -> Any:
+        original = cls.__dict__[name]
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return new(original, self, *args, **kwargs)
+
+        return mock.patch.object(cls, name, method)
+
+    def tensor_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
+        # torch 2.13 writes a source onto what it finds here, also when that is the shared
+        # constant None (`p.grad` after it was set to None): a later frame of the process
+        # then "finds" its own None in this frame's locals.
+        result = original(self, tx, name)
+        if isinstance(result, ConstantVariable) and result is ConstantVariable.create(result.value):
+            result.source = None
+        return result
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    original_grad = handlers[torch.autograd.grad]
+
+    def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return autograd_grad(original_grad, self, *args, **kwargs)
+
+    with (
+        dynamo_config.patch(trace_autograd_ops=True),
+        replaced(TensorVariable, "method_backward", method_backward),
+        replaced(TensorVariable, "var_getattr", tensor_getattr),
+        replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
+        replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
+                 validate_outputs),
+        replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+        replaced(UserFunctionVariable, "call_function", call_function),
+        replaced(LoggingLoggerVariable, "call_method", call_logger),
+        replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
+                      if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
+        mock.patch.dict(compare_op_handlers, {
+            symbol: functools.partial(compare, compare_op_handlers[symbol], function)
+            for symbol, function in COMPARISONS.items()}),
+        mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
+    ):
+        yield

@@ -1,0 +1,121 @@
+"""What Dynamo traces in place of `torch.optim`'s own functions, and state made beforehand."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from . import compat
+
+
+def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    """`Optimizer.zero_grad` without its profiler scope, which Dynamo may not enter."""
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            if set_to_none:
+                # Not asking first whether there is a gradient spares a guard on it, and with
+                # it the recompilation between the first call and the second.
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def step(self: Any, update: Callable, args: tuple, kwargs: dict) -> Any:
+    """`Optimizer.step`: hooks before, the optimizer's own update without grad, hooks after."""
+    for hook in self._optimizer_step_pre_hooks.values():
+        result = hook(self, args, kwargs)
+        if result is not None:
+            args, kwargs = result
+    with torch.no_grad():
+        value = update(self, *args, **kwargs)
+    for hook in self._optimizer_step_post_hooks.values():
+        hook(self, args, kwargs)
+    return value
+
+
+def get_value(step: Any) -> Any:
+    """The step count in float64, as eager's ``.item()`` gives it to the bias corrections."""
+    return step.to(torch.float64) if isinstance(step, Tensor) else step
+
+
+def to_scalar(number: Any) -> Any:
+    """A learning rate or beta as it is: capture has made a 0-dim tensor of it already."""
+    return number
+
+
+def radam(*lists: Any, capturable: bool, **kwargs: Any) -> None:
+    """RAdam asks the step count whether to rectify; its capturable form selects instead."""
+    steps = [step.to(torch.float64) for step in lists[4]]
+    compat.single_tensor_radam(*lists[:4], steps, capturable=True, **kwargs)
+    for step, counted in zip(lists[4], steps):
+        step.copy_(counted)
+
+
+def asgd(*lists: Any, capturable: bool, **kwargs: Any) -> None:
+    """ASGD asks whether it averages yet; its capturable form averages with weight one."""
+    steps = [step.to(torch.float64) for step in lists[5]]
+    compat.single_tensor_asgd(*lists[:5], steps, capturable=True, **kwargs)
+    for step, counted in zip(lists[5], steps):
+        step.copy_(counted)
+
+
+def single_tensor_forms() -> dict[Any, Callable]:
+    """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
+    forms: dict[Any, Callable] = {}
+    for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop",
+                 "rprop", "sgd", "_adafactor", "_muon"):
+        module = sys.modules.get(f"torch.optim.{name}")
+        single = getattr(module, f"_single_tensor_{name.lstrip('_')}", None)
+        for prefix in ("_multi_tensor_", "_fused_"):
+            other = getattr(module, prefix + name.lstrip("_"), None)
+            if single is not None and other is not None:
+                forms[compat.undisabled(other)] = single
+                forms[other] = single
+        for name, form in (("_get_value", get_value), ("_to_scalar", to_scalar)):
+            if hasattr(module, name):
+                forms[getattr(module, name)] = form
+    return {**forms, compat.single_tensor_asgd: asgd, compat.single_tensor_radam: radam}
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable:
+    """The class's `step` without torch's hook, grad-mode and graph-break wrappers."""
+    step = compat.undisabled(type(optimizer).step)
+    wrappers = {"profile_hook_step.<locals>.wrapper", "_use_grad_for_differentiable.<locals>._use_grad",
+                "context_decorator.<locals>.decorate_context",
+                "Optimizer.profile_hook_step.<locals>.wrapper"}
+    while getattr(step, "__qualname__", "") and step.__code__.co_qualname in wrappers:
+        step = step.__wrapped__
+    return step
+
+
+def make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:
+    """Make the state of parameters that have a gradient here and none yet, as eager would.
+
+    State made inside the trace would be a first graph of its own; made here, the first call
+    and the thousandth run the same graph.
+    """
+    if not hasattr(optimizer, "_init_group"):
+        return
+    init = compat.undisabled(type(optimizer)._init_group)
+    lists = len(inspect.signature(init).parameters) - 2
+    for group in optimizer.param_groups:
+        new = [p for p in group["params"]
+               if not optimizer.state.get(p) and compat.pending_gradient(tx, p)]
+        if not new:
+            continue
+        gradients = [p.grad for p in new]
+        try:
+            for p in new:
+                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+            init(optimizer, {**group, "params": new}, *([] for _ in range(lists)))
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+                # SGD's first step copies the gradient: with a zero buffer 0·momentum + g is g.
+                for p in new:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        finally:
+            for p, old in zip(new, gradients):
+                p.grad = old
