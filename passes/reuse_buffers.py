@@ -173,13 +173,11 @@ class _Buffers:
             return
         (root,) = self.roots[target]
         target = self._now(target)
-        if (
-            self.roots[source] == {root}
-            and _geometry(source) == _geometry(target)
-            and copy not in self.returned
-        ):  # rule 6
+        if self.roots[source] == {root} and _geometry(source) == _geometry(target):  # rule 6
             self.writes[root].remove(copy)
             self.members[root].discard(copy)
+            if copy in self.returned:  # the input itself is the result, as before
+                self.returned = self.returned - {copy} | {source}
             step.replace(copy, source)
             return
         copy.args = (target, *copy.args[1:])

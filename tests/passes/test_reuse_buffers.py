@@ -123,6 +123,25 @@ def test_a_parameter_read_after_its_new_value_is_computed():
     assert step.op_counts()["copy_"] == 1
 
 
+def test_an_accumulated_gradient_is_read_and_returned_after_its_write():
+    def accumulate(g, p, x):
+        total = g + x
+        written = g.copy_(total)
+        p.copy_(p - total)
+        return written
+
+    step = by_hand(accumulate, ("g", doubles(2)), ("p", doubles(2)), ("x", doubles(2)))
+    values = values_for(step)
+    expected = [v.clone() for v in values]
+    eager.lower(step)(list(expected))
+    ReuseBuffers().run(step)
+    step.verify()
+    assert step.op_counts() == {"add_": 1, "sub_": 1}
+    (returned,) = eager.lower(step)(list(values))
+    assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
+    assert returned is values[0]
+
+
 def test_a_broken_chain_and_a_swap():
     def update(p, q, x):
         scratch = p * 0.9
