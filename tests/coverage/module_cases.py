@@ -1,0 +1,80 @@
+"""PyTorch's own list of modules, `module_db`, each in all the configurations it is tested in.
+
+One case is one module class: a step runs every listed configuration on its listed inputs, and
+trains their parameters and those of the inputs that can be differentiated, all at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from check import Case, Training, fill_zeros
+from torch import nn
+from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Configuration(nn.Module):
+    """A module with its inputs; those that require grad are parameters like any other."""
+
+    def __init__(self, info: ModuleInfo, given: ModuleInput) -> None:
+        super().__init__()
+        self.module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+        self.trained = nn.ParameterList()
+        self.fixed: list[torch.Tensor] = []
+        self.inputs = tree_map_only(
+            torch.Tensor, self._keep, (given.forward_input.args, given.forward_input.kwargs))
+
+    def _keep(self, value: torch.Tensor) -> Any:
+        if value.requires_grad:
+            self.trained.append(nn.Parameter(value.detach().clone()))
+            return _Place(len(self.trained) - 1, True)
+        self.fixed.append(value)
+        return _Place(len(self.fixed) - 1, False)
+
+    def forward(self) -> torch.Tensor:
+        # Copies, because some of the modules work in place, which a leaf cannot bear.
+        args, kwargs = tree_map_only(
+            _Place, lambda p: self.trained[p.index].clone() if p.trained else self.fixed[p.index],
+            self.inputs)
+        outputs = tree_leaves(self.module(*args, **kwargs))
+        return sum(o.abs().square().mean() for o in outputs
+                   if isinstance(o, torch.Tensor) and o.requires_grad)
+
+
+class _Place:
+    def __init__(self, index: int, trained: bool) -> None:
+        self.index, self.trained = index, trained
+
+
+def build(info: ModuleInfo, only: int | None = None) -> Training:
+    given = info.module_inputs_func(info, device="cpu", dtype=torch.get_default_dtype(),
+                                    requires_grad=True, training=True)
+    given = [g for g in given if g.forward_input is not None]
+    model = nn.ModuleList(Configuration(info, g) for g in (given if only is None else given[only:only + 1]))
+    model.train()
+    if info.is_lazy:
+        with torch.no_grad():
+            for each in model:
+                each()
+    fill_zeros(model)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> torch.Tensor:
+        loss = sum(each() for each in model)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Training(step, [model], [opt])
+
+
+def cases(one_by_one: bool = False) -> list[Case]:
+    """A case for each module, or for each of its configurations."""
+    if not one_by_one:
+        return [Case(info.name, partial(build, info)) for info in module_db]
+    return [Case(f"{info.name}#{i}", partial(build, info, i)) for info in module_db
+            for i in range(len(info.module_inputs_func(info, "cpu", torch.float64, True, True)))]
