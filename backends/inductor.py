@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import compat_inductor
+from ..costs import is_library, workspace_bytes
 from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
 from ..step_graph import StepGraph, op_name
 
@@ -206,9 +207,13 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
     with compat_inductor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [_stand_in(v) for v in values]
         run = _load(text, objects)
-        with compat_inductor.AllocationWatch(inputs) as watch:
+        with compat_inductor.AllocationWatch(inputs, library_workspace) as watch:
             run(list(inputs))
     return watch.peak_bytes
+
+
+def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
+    return workspace_bytes(target, args, kwargs) if is_library(target) else 0
 
 
 def _stand_in(value: Any) -> Any:

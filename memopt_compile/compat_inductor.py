@@ -126,8 +126,9 @@ def dry_call(source: str) -> Callable[[list], Any]:
 class AllocationWatch(TorchDispatchMode):
     """Counts the bytes of the storages that operators make within it, while they live."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any], workspace: Callable[..., int]) -> None:
         super().__init__()
+        self.workspace = workspace
         self.inputs = list(inputs)  # held, so that no new storage takes the place of one
         self.known: dict[int, Any] = {i.untyped_storage()._cdata: None for i in self.inputs
                                       if isinstance(i, Tensor)}
@@ -135,9 +136,13 @@ class AllocationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        before = self.live_bytes
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage(), value.device.type)
+        if self.live_bytes > before:  # an operator of PyTorch's own made its result
+            held = self.live_bytes + self.workspace(func, args, kwargs or {})
+            self.peak_bytes = max(self.peak_bytes, held)
         return result
 
     def _see(self, storage: Any, device: str) -> None:

@@ -65,3 +65,10 @@ def raising_after_first_frame(signal: BaseException) -> Iterator[None]:
 
     with mock.patch.object(convert_frame.CatchErrorsWrapper, "__call__", convert):
         yield
+
+
+def real_tensors() -> Any:
+    """A scope in which tensors are real although torch is tracing with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

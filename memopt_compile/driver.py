@@ -16,12 +16,9 @@ from torch import fx
 
 from . import build, capture, compat, compat_trace, pipelines
 from .backends import eager, inductor
-try:  # TEMPORARY
-    from .costs import workspace as eager_workspace
-except ImportError:
-    eager_workspace = lambda step: (lambda node: 0)
+from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, MemoptError, OptionError
-from .liveness import no_workspace, timeline
+from .liveness import timeline
 from .options import Options, format_bytes, refuse_unbuilt
 from .records import Compilation, remember
 from .step_graph import StepGraph
@@ -141,11 +138,11 @@ def _dropping_gradients(run: Callable, leaves: Sequence[int]) -> Callable:
 
 def _lower(step: StepGraph, record: Compilation) -> Callable:
     """Pipeline, budget and lowering of one step graph."""
-    workspace = eager_workspace(step) if record.lowering == "eager" else no_workspace
+    workspace = workspace_of(step, record.lowering)
     record.step, record.before = step, timeline(step, workspace)
     record.observe("captured", step)
     record.passes = pipelines.run(step, pipelines.default(record.options, record.lowering),
-                                  workspace=workspace, observe=record.observe)
+                                  costs=workspace, workspace=workspace, observe=record.observe)
     record.after = timeline(step, workspace)
     if record.lowering == "eager":
         lowered: Callable = eager.lower(step)

@@ -64,37 +64,38 @@ def owned_bytes(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Who owns what: `size` by owner, and the owners that each node touches."""
+    """Who owns what: `size` by owner, the owners that each node touches, those that live to
+    the end, and the bytes `born` when a node runs (an item of a tuple is born with the tuple)."""
 
     size: dict[fx.Node, int]
     touched: dict[fx.Node, frozenset[fx.Node]]
     kept: frozenset[fx.Node]
+    born: dict[fx.Node, int]
 
 
 def lifetimes(graph: fx.Graph) -> Lifetimes:
     """Owners and sizes of every storage that the graph itself allocates.
 
-    A multi-output node owns the storages of all its results until its last item is dead,
-    because the tuple that holds them is one value to the program that runs it.
+    An item of a tuple owns its storage; what nobody takes from the tuple dies with it, which is
+    when the last item has been taken.
     """
     roots = storage_roots(graph)
     inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
-    owner = {n: n.args[0] if n.target is operator.getitem and roots[n] == {n} else n
-             for n in graph.nodes}
     size: dict[fx.Node, int] = {}
+    born: dict[fx.Node, int] = {}
     touched: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            touched[node] = frozenset()  # held by the caller and by the module
+        touched[node] = frozenset() if node in inputs else frozenset(
+            r for a in (node, *node.all_input_nodes) for r in roots[a]
+            if r not in inputs and r.op != "output")
+        if node in inputs or node.op == "output" or roots[node] != {node}:
             continue
-        if roots[node] == {node} and owner[node] is node and node.op != "output":
-            size[node] = owned_bytes(node)
-        touched[node] = frozenset(
-            owner[r] for a in (node, *node.all_input_nodes) for r in roots[a]
-            if owner[r] not in inputs and owner[r].op != "output")
-    output = graph.output_node()
-    kept = frozenset(owner[r] for a in output.all_input_nodes for r in roots[a])
-    return Lifetimes(size, touched, kept)
+        size[node] = born[node] = owned_bytes(node)
+        if node.target is operator.getitem:
+            born[node] = 0
+            size[node.args[0]] -= size[node]
+    kept = frozenset(r for a in graph.output_node().all_input_nodes for r in roots[a])
+    return Lifetimes(size, touched, kept, born)
 
 
 def live_bytes(order: Iterable[fx.Node], life: Lifetimes,
@@ -111,7 +112,7 @@ def live_bytes(order: Iterable[fx.Node], life: Lifetimes,
             dying[i].append(root)
     live, points = 0, []
     for i, node in enumerate(order):
-        live += life.size.get(node, 0)
+        live += life.born.get(node, 0)
         points.append(live + workspace(node))
         live -= sum(life.size.get(root, 0) for root in dying[i])
     return points

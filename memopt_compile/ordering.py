@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .liveness import Lifetimes, live_bytes
-from .step_graph import StepGraph, mutated_args, storage_roots
+from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
+from .step_graph import OPERATOR, StepGraph, mutated_args, storage_roots
 
 
 def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
@@ -37,11 +37,12 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_random(node: fx.Node) -> bool:
-    return (isinstance(node.target, torch._ops.OpOverload)
+    return (isinstance(node.target, OPERATOR)
             and torch.Tag.nondeterministic_seeded in node.target.tags)
 
 
-def weight(order: list[fx.Node], life: Lifetimes) -> tuple[int, int]:
+def weight(order: list[fx.Node], life: Lifetimes,
+           workspace: Workspace | None = None) -> tuple[int, int]:
     """How good an order is, smaller first: transient peak in bytes, then bytes over time."""
-    points = live_bytes(order, life)
+    points = live_bytes(order, life, workspace or no_workspace)
     return max(points, default=0), sum(points)

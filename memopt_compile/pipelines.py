@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from .errors import PassError
@@ -13,7 +11,9 @@ from .liveness import Workspace, no_workspace, timeline
 from .options import Options
 from .passes.canonicalize import Canonicalize
 from .passes.release_gradients import ReleaseGradients
+from .passes.rematerialize_free import RematerializeFree
 from .passes.reuse_buffers import ReuseBuffers
+from .passes.schedule_for_peak import ScheduleForPeak
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
@@ -26,21 +26,15 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
         (True, Canonicalize),
         # What fuses into its reader need not be kept from forward to backward. In eager nothing
         # fuses and recomputing costs time.
-        (fused and options.recompute, _when_written("rematerialize_free", "RematerializeFree")),
+        (fused and options.recompute, RematerializeFree),
         # Each parameter is updated as soon as its gradient is complete, which then dies.
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
-        (True, _when_written("schedule_for_peak", "ScheduleForPeak")),
+        (True, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),
     ]
-    return tuple(make() for wanted, make in story if wanted and make)
-
-
-def _when_written(module: str, name: str) -> Callable[[], StepPass] | None:
-    """TEMPORARY: passes that other engineers are writing now."""
-    path = f"{__package__}.passes.{module}"
-    return getattr(import_module(path), name) if find_spec(path) else None
+    return tuple(make() for wanted, make in story if wanted)
 
 
 def run(

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from .errors import VerifyError
 
-aten = torch.ops.aten
+OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 
 
 class Role(enum.Enum):
@@ -113,6 +113,7 @@ class StepGraph:
     def erase(self, node: fx.Node) -> None:
         self.graph.erase_node(node)
         self.phases.pop(node, None)
+        self.gradients = [g for g in self.gradients if g is not node]
 
     def text(self) -> str:
         """The step as text: stable from run to run, without paths, fit for a golden file."""
@@ -154,7 +155,7 @@ def op_name(node: fx.Node) -> str:
     """The operator's short name, with its overload where that is not the default."""
     if node.op == "get_attr":
         return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OPERATOR):
         name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
         return name if overload in ("default", "Tensor", "") else f"{name}.{overload}"
     return getattr(node.target, "__name__", str(node.target))
@@ -217,9 +218,14 @@ def source_line(node: fx.Node) -> str | None:
 # ------------------------------------------------------------------- aliases and writes
 
 
+# Views whose schema says that they are not, because autograd may treat them as new tensors.
+UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes",
+                    "aten::unsafe_chunk", "aten::_reshape_alias"}
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage `node` writes into."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OPERATOR):
         return []
     written = []
     for i, argument in enumerate(node.target._schema.arguments):
@@ -237,14 +243,17 @@ def aliased_args(node: fx.Node) -> list[fx.Node]:
     if node.target is operator.getitem:
         source = node.args[0]
         return aliased_args(source) if isinstance(source, fx.Node) else []
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OPERATOR):
         return []
     schema = node.target._schema
     returned = set().union(*[r.alias_info.before_set for r in schema.returns
                              if r.alias_info is not None]) if schema.returns else set()
     shared = []
     for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & returned:
+        info = argument.alias_info
+        # "*" is how `split` and `unbind` say that their list holds views of the argument.
+        if info is not None and (info.before_set & returned or "*" in info.after_set) or (
+                i == 0 and schema.name in UNDECLARED_VIEWS):
             value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
             shared += [v for v in (value if isinstance(value, (list, tuple)) else [value])
                        if isinstance(v, fx.Node)]

@@ -32,12 +32,13 @@ from torch import Tensor, fx
 from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,
-    aten,
     mutated_args,
     nbytes,
     storage_roots,
 )
 from memopt_compile.step_pass import StepPass
+
+aten = torch.ops.aten
 
 COPIES = (aten.clone.default, aten._to_copy.default, aten.copy.default)
 SPLITS = (

@@ -36,7 +36,7 @@ class ReleaseGradients(StepPass):
         given = list(step.computing())
         order = released_order(step)
         life = lifetimes(step.graph)
-        if weight(order, life) < weight(given, life):
+        if weight(order, life, costs) < weight(given, life, costs):
             step.reorder(order)
 
 

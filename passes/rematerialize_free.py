@@ -29,8 +29,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from memopt_compile.liveness import lifetimes, live_bytes, owned_bytes
-from memopt_compile.step_graph import Phase, StepGraph, aliased_args, mutated_args, storage_roots
+from memopt_compile.liveness import Workspace, lifetimes, owned_bytes
+from memopt_compile.ordering import weight
+from memopt_compile.step_graph import OPERATOR, Phase, StepGraph, aliased_args, mutated_args, storage_roots
 from memopt_compile.step_pass import StepPass
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -54,21 +55,21 @@ class RematerializeFree(StepPass):
         return "the graph has no backward to keep values for"
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        before = _peak(step)
+        before = _peak(step, costs)
         copies = recompute(step, values_to_recompute(step))
-        if copies and _peak(step) >= before:
+        if copies and _peak(step, costs) >= before:
             for again, original in reversed(copies.items()):
                 again.replace_all_uses_with(original)
                 step.erase(again)
 
 
-def _peak(step: StepGraph) -> int:
-    return max(live_bytes(step.computing(), lifetimes(step.graph)), default=0)
+def _peak(step: StepGraph, workspace: Workspace | None) -> int:
+    return weight(list(step.computing()), lifetimes(step.graph), workspace)[0]
 
 
 def fuses(node: fx.Node) -> bool:
     """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
-    if not isinstance(node.target, torch._ops.OpOverload) or mutated_args(node):
+    if not isinstance(node.target, OPERATOR) or mutated_args(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False

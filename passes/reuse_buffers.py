@@ -26,8 +26,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.step_graph import StepGraph, aten, mutated_args, nbytes, op_name, storage_roots
+from memopt_compile.step_graph import StepGraph, mutated_args, nbytes, op_name, storage_roots
 from memopt_compile.step_pass import StepPass
+
+aten = torch.ops.aten
 
 # Elementwise, deterministic, and with a form that writes into a given buffer.
 POINTWISE = frozenset(

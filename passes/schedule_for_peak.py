@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from memopt_compile.liveness import Lifetimes, lifetimes
+from memopt_compile.liveness import Lifetimes, Workspace, lifetimes
 from memopt_compile.ordering import predecessors, weight
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
@@ -45,21 +45,22 @@ class ScheduleForPeak(StepPass):
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         given = list(step.computing())
-        best = best_order(given, predecessors(step), lifetimes(step.graph), self.rounds)
+        best = best_order(given, predecessors(step), lifetimes(step.graph), self.rounds, costs)
         if best is not given:
             step.reorder(best)
 
 
-def best_order(given: list[fx.Node], before: Before, life: Lifetimes, rounds: int) -> list[fx.Node]:
+def best_order(given: list[fx.Node], before: Before, life: Lifetimes, rounds: int,
+               workspace: Workspace | None = None) -> list[fx.Node]:
     """The best order found from `given`; `given` itself if none is better."""
-    best, lightest = given, weight(given, life)
+    best, lightest = given, weight(given, life, workspace)
     for _ in range(rounds):
         start = best
         for moves in ((late,), (early,), (late, early), (early, late)):  # rules 1 to 3
             order = start
             for move in moves:
                 order = move(order, before, life)
-            found = weight(order, life)
+            found = weight(order, life, workspace)
             if found < lightest:
                 best, lightest = order, found
         if best is start:
