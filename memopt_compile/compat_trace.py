@@ -14,6 +14,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
 from torch._logging import trace_structured
+from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verification`)
 
 
 def artifact(name: str, text: Callable[[], str]) -> None:

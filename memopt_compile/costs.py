@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from .compat_trace import hinted, real_tensors
+from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, no_workspace
 from .measure import measure
 from .step_graph import OPERATOR, StepGraph

@@ -22,6 +22,7 @@ from .liveness import timeline
 from .options import Options, format_bytes, refuse_unbuilt
 from .records import Compilation, remember
 from .step_graph import StepGraph
+from .verification import verifying
 
 log = logging.getLogger("memopt_compile")
 
@@ -115,6 +116,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         log.warning("%s: not captured whole: %s. It runs by the ordinary path; make such changes "
                     "under torch.no_grad().", notes.where, record.reason)
         return gm.forward
+    if record.options.verify:
+        run = verifying(run, gm, record)
     stale = [i for i, (label, _, _) in enumerate(origin)
              if label in notes.replaced_gradients and not _reads_gradient(origin, label)]
     return _dropping_gradients(run, stale) if stale else run

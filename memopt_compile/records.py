@@ -33,7 +33,8 @@ class Compilation:
     the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
     step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
     before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
-    the lowering generated; `folder` is where `dump` wrote.
+    the lowering generated; `folder` is where `dump` wrote; `largest_difference` is that of the first
+    step from eager, if `options.verify` asked for it.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Compilation:
     passes: tuple = ()
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    largest_difference: float | None = None
     pieces: Any = None
     texts: dict[str, str] = field(default_factory=dict)
     program: str | None = None

@@ -69,6 +69,7 @@ class Report:
         peak_at: the node that runs then, with its phase and the user's line.
         others: reports of further graphs of the same function.
         folder: where `dump` wrote, None if it was not asked for.
+        largest_difference: relative, of the first step from eager; None without `verify`.
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
 
     With dynamic shapes, bytes are of the sizes that the step was compiled for.
@@ -89,6 +90,7 @@ class Report:
     peak_at: str | None = None
     others: tuple[Report, ...] = field(default=(), repr=False)
     folder: str | None = None
+    largest_difference: float | None = None
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -112,6 +114,7 @@ class Report:
             peak_at=_peak_at(step, after) if step and after else None,
             others=tuple(cls.of(each) for each in others),
             folder=str(record.folder) if record.folder else None,
+            largest_difference=record.largest_difference,
             timelines={label: _points(each) for label, each in lines.items() if each},
         )
 
@@ -156,6 +159,8 @@ class Report:
             rows.append(("before passes", format_bytes(self.before_peak_bytes)))
         if self.budget_bytes is not None:
             rows.append(("budget", format_bytes(self.budget_bytes)))
+        if self.largest_difference is not None:
+            rows.append(("verified", f"{self.largest_difference:.1e} from eager, relative"))
         if self.resident_bytes is not None:
             parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
             rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))

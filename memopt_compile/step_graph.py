@@ -298,7 +298,8 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
 def nbytes(value: Any) -> int:
     """Bytes of the storage behind a tensor value (nests are summed); 0 for numbers."""
     if isinstance(value, Tensor):
-        return value.untyped_storage().nbytes()
+        # A sparse tensor has no storage of its own; what it holds depends on the data.
+        return value.untyped_storage().nbytes() if value.layout is torch.strided else 0
     if isinstance(value, (tuple, list)):
         return sum(nbytes(v) for v in value)
     return 0

@@ -1,0 +1,237 @@
+"""What the user sees of the backend: options, errors, the ordinary path, and its undo."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memopt_compile as memopt
+from memopt_compile import driver
+
+
+def training(width: int = 8, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    options = {"lowering": "eager", **kwargs}
+    return model, torch.compile(step, backend="memopt", options=options), (
+        torch.randn(4, width), torch.randint(3, (4,)))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def test_unknown_option_names_the_nearest():
+    _, step, batch = training(memory_bugdet="1GiB")
+    with pytest.raises(memopt.OptionError, match="memory_budget"):
+        step(*batch)
+
+
+def test_wrong_unit():
+    _, step, batch = training(memory_budget="6 gigs")
+    with pytest.raises(memopt.OptionError, match="GiB"):
+        step(*batch)
+
+
+def test_planned_feature_is_refused():
+    _, step, batch = training(compress="int4")
+    with pytest.raises(memopt.OptionError, match="planned"):
+        step(*batch)
+
+
+def test_mode_is_refused():
+    with pytest.raises(memopt.OptionError, match="mode"):
+        torch.compile(lambda x: x + 1, backend="memopt", mode="reduce-overhead")(torch.ones(2))
+
+
+def test_budget_below_the_parameters():
+    model, step, batch = training(memory_budget=64)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(memopt.InfeasibleBudget, match="parameters"):
+        step(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_budgets_that_fit():
+    for budget in ("1GiB", 2**30, 1.0, "auto"):
+        _, step, batch = training(memory_budget=budget)
+        step(*batch)
+        report = memopt.report(step)
+        assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_a_graph_without_a_loss_runs_in_model_mode():
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="memopt", options={"lowering": "eager"})
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(compiled(x), x.sin() + 1)
+    assert memopt.report(compiled).kind == "model"
+
+
+def test_model_mode_trains_in_somebody_elses_loop():
+    def train(compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+        run = torch.compile(model, backend="memopt", options={"lowering": "eager"}) if compile else model
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(4):
+            opt.zero_grad()
+            run(torch.randn(6, 5)).square().mean().backward()
+            opt.step()
+        return [v.clone() for v in model.state_dict().values()]
+
+    for a, b in zip(train(False), train(True), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_backward_twice_is_eagers_error():
+    model = nn.Linear(3, 1)
+
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="second time|does not require grad"):
+        torch.compile(step, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 3))
+
+
+def test_complex_parameters_equal_eager():
+    def train(compile):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        opt = torch.optim.SGD([p], lr=0.1)
+
+        def step(x):
+            loss = (p * x).abs().square().sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        run = torch.compile(step, backend="memopt", options={"lowering": "eager"}) if compile else step
+        x = torch.arange(4).to(torch.complex128)
+        return [run(x).item() for _ in range(4)], p.detach()
+
+    expected, got = train(False), train(True)
+    assert expected[0] == pytest.approx(got[0])
+    torch.testing.assert_close(expected[1], got[1])
+
+
+def test_sparse_gradients_equal_eager():
+    def train(compile):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        opt = torch.optim.SGD(table.parameters(), lr=0.1)
+
+        def step(i):
+            loss = table(i).square().sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        run = torch.compile(step, backend="memopt", options={"lowering": "eager"}) if compile else step
+        for _ in range(3):
+            run(torch.tensor([1, 2, 2]))
+        return table.weight.detach()
+
+    torch.testing.assert_close(train(False), train(True))
+
+
+def test_verify_reports_the_difference():
+    _, step, batch = training(verify=True)
+    step(*batch)
+    assert memopt.report(step).largest_difference < 1e-6
+    assert "verified" in str(memopt.report(step))
+
+
+def test_verify_catches_a_wrong_lowering():
+    lower = driver.eager.lower
+
+    def wrong(graph):
+        run = lower(graph)
+
+        def spoiled(inputs):
+            parameter = max((i for i in inputs if isinstance(i, torch.Tensor)), key=torch.numel)
+            result = run(inputs)
+            parameter.detach().mul_(1.01)
+            return result
+
+        spoiled._boxed_call = True
+        return spoiled
+
+    with mock.patch.object(driver.eager, "lower", wrong):
+        _, step, batch = training(verify=True)
+        with pytest.raises(memopt.NumericsError, match="differs from eager"):
+            step(*batch)
+
+
+def test_says_which_mode_it_runs_in(caplog):
+    with caplog.at_level(logging.INFO, "memopt_compile"):
+        _, step, batch = training()
+        step(*batch)
+    assert sum("whole-step mode: 1 backward(s), AdamW" in r.message for r in caplog.records) == 1
+
+
+IMPORT = """
+import torch, torch._dynamo
+from torch._dynamo import convert_frame
+from torch._dynamo.variables.tensor import TensorVariable
+before = (torch._dynamo.config.trace_autograd_ops, TensorVariable.method_backward)
+original = convert_frame.ConvertFrameAssert.__call__
+import memopt_compile
+assert convert_frame.ConvertFrameAssert.__call__ is original, "the bare import touched Dynamo"
+from memopt_compile import driver
+assert (torch._dynamo.config.trace_autograd_ops, TensorVariable.method_backward) == before
+def step(x):
+    y = (x * 2).sum()
+    y.backward()
+    return x.grad
+x = torch.ones(3, requires_grad=True)
+assert torch.equal(torch.compile(step, backend="eager")(x), torch.full((3,), 2.0))
+driver.uninstall()
+assert convert_frame.ConvertFrameAssert.__call__ is original
+print("clean")
+"""
+
+
+def test_importing_changes_nothing_for_others_and_is_undone():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "clean", done.stderr[-800:]
+
+
+IMPORT_TIME = """
+import time, torch
+import torch._dynamo
+start = time.perf_counter()
+import memopt_compile
+bare = time.perf_counter() - start
+print(bare)
+"""
+
+
+def test_import_is_quick():
+    times = [float(subprocess.run([sys.executable, "-c", IMPORT_TIME], capture_output=True, text=True,
+                                  check=True).stdout) for _ in range(3)]
+    assert min(times) < 0.3
+
+
+def test_entry_point_registers_the_backend():
+    assert "memopt" in torch._dynamo.list_backends()
