@@ -261,8 +261,16 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
 
 _FORMS: dict[Any, Callable] = {}
 
+# Functions that make a module ready for its first forward, and do nothing after that. They run
+# as they are while the step is traced; in the trace they would end its graph for good.
+PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
+
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if (self.fn.__module__, self.fn.__name__) in PREPARATIONS:
+        given = [compat.object_behind(a) for a in args]
+        if not kwargs and all(isinstance(g, torch.nn.Module) for g in given):
+            return compat.VariableTracker.build(tx, self.fn(*given))
     form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
     asked = kwargs.get("capturable")
     if form in (optimizer_capture.radam, optimizer_capture.asgd) and asked is not None:

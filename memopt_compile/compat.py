@@ -143,6 +143,11 @@ def map_tensors(tx: Any, result: Any, function: Callable[[Any], Any]) -> Any:
     return tuple_variable([map_tensors(tx, item, function) for item in result.items])
 
 
+def object_behind(variable: Any) -> Any:
+    """The user's own object behind a variable (a module, an optimizer), None without one."""
+    return getattr(variable.realize(), "value", None)
+
+
 def real_value(tx: Any, variable: Any) -> Any:
     """The user's own tensor behind an input variable, or None for one made in the step."""
     grapharg = variable.as_proxy().node.meta.get("grapharg")

@@ -91,7 +91,7 @@ CLASSIFY = {**TEXT, "num_labels": CLASSES}
 SIGHT = dict(image_size=SIDE, patch_size=8, hidden_size=32, num_hidden_layers=2,
              num_attention_heads=4, intermediate_size=64)
 SEE = {**SIGHT, "num_labels": CLASSES}
-SMALL_TEXT = {k: v for k, v in TEXT.items() if k != "pad_token_id"}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 
 # model type: (class, settings of its configuration, inputs)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Inputs]] = {
@@ -129,8 +129,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Inputs]] = {
                    n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64,
                    num_labels=CLASSES, pad_token_id=0), text_class),
     "albert": ("AutoModelForSequenceClassification", {**CLASSIFY, "embedding_size": 16}, text_class),
-    "deberta-v2": ("AutoModelForSequenceClassification", {**CLASSIFY, "relative_attention": True,
-                   "pos_att_type": ["p2c", "c2p"]}, text_class),
+    "deberta-v2": ("AutoModelForSequenceClassification", {**CLASSIFY, **DEBERTA,
+                   "problem_type": "single_label_classification"}, text_class),
     "modernbert": ("AutoModelForMaskedLM", {**TEXT, "local_attention": 8, "cls_token_id": 1,
                    "sep_token_id": 2}, masked_token),
     "t5": ("AutoModelForSeq2SeqLM", dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64,
@@ -185,9 +185,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Inputs]] = {
 SINGLE = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
+# The same architectures used in other ways, beside the 38.
+VARIANTS: dict[str, tuple[str, dict[str, Any], Inputs]] = {
+    "deberta-v2 (default loss)": ("AutoModelForSequenceClassification", {**CLASSIFY, **DEBERTA},
+                                  text_class),
+}
+NOTES = {"deberta-v2": "`problem_type` set",
+         "deberta-v2 (default loss)": "picks the labelled rows by `nonzero`; not one of the 38"}
+
+
 def build(name: str) -> Training:
-    kind, settings, inputs = ARCHITECTURES[name]
-    config = transformers.AutoConfig.for_model(name, **settings)
+    kind, settings, inputs = {**ARCHITECTURES, **VARIANTS}[name]
+    config = transformers.AutoConfig.for_model(name.split(" ")[0], **settings)
     cls = getattr(transformers, kind)
     model = cls.from_config(config) if kind.startswith("Auto") else cls(config)
     model = model.to(torch.get_default_dtype()).train()
@@ -206,5 +215,5 @@ def build(name: str) -> Training:
 
 
 def cases() -> list[Case]:
-    return [Case(name, partial(build, name), torch.float32 if name in SINGLE else torch.float64)
-            for name in ARCHITECTURES]
+    return [Case(name, partial(build, name), torch.float32 if name in SINGLE else torch.float64,
+                 NOTES.get(name, "")) for name in [*ARCHITECTURES, *VARIANTS]]
