@@ -1,10 +1,9 @@
-"""What the examples share: their arguments, and the one line that compiles a step."""
+"""What the examples share: their arguments, the one line that compiles a step, the loop."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,17 @@ import torch
 
 BACKENDS = ("memopt", "inductor", "eager")
 
+# memopt counts bytes with torch's profiler, which announces each start and stop on stderr.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
 
 def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--backend", choices=BACKENDS, default="memopt")
-    parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--budget", default=None, help='memory budget, such as "200MiB"')
+    parser.add_argument("--backend", choices=BACKENDS, default="memopt",
+                        help="inductor is plain torch.compile, eager is no compiler at all")
+    parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor",
+                        help="how memopt runs its graph")
+    parser.add_argument("--budget", metavar="SIZE", help='memopt\'s memory_budget, as "200MiB"')
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model")
@@ -26,38 +30,45 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
 
 
 def compiled(step: Any, options: argparse.Namespace) -> Any:
-    """`step` as `--backend` and `--lowering` ask for it."""
+    """`step` as `--backend`, `--lowering` and `--budget` ask for it."""
     if options.backend == "eager":
         return step
-    lowering = options.lowering
-    if lowering == "inductor" and not has_compiler():
-        print("no C++ compiler: using the eager lowering", flush=True)
+    needs_compiler = options.backend == "inductor" or options.lowering == "inductor"
+    if needs_compiler and not has_compiler():
         if options.backend == "inductor":
-            return step
-        lowering = "eager"
+            raise SystemExit("torch.compile needs a C++ compiler here: install g++ or set CXX")
+        print("no C++ compiler (install g++ or set CXX): using the eager lowering", flush=True)
+        options.lowering = "eager"
     if options.backend == "inductor":
         return torch.compile(step)
-    return torch.compile(step, backend="memopt",
-                         options={"lowering": lowering, "memory_budget": options.budget})
+    wanted = {"lowering": options.lowering, "memory_budget": options.budget}
+    return torch.compile(step, backend="memopt", options=wanted)
 
 
 def has_compiler() -> bool:
     """Whether Inductor can build for the CPU."""
-    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))))
+    from memopt_compile.backends.inductor import compiler_available
+
+    return compiler_available()
 
 
-def train(step: Callable[..., torch.Tensor], batch: Callable[[int], tuple], steps: int,
-          after: Callable[[], Any] = lambda: None) -> float:
-    """Run `steps` steps, showing progress; returns the mean loss of the last tenth."""
-    start, losses, every = time.perf_counter(), [], max(1, steps // 15)
+def train(
+    step: Callable[..., torch.Tensor],
+    batch: Callable[[int], tuple],
+    steps: int,
+    after: Callable[[], Any] = lambda: None,
+) -> None:
+    """Run `step(*batch(i))` and then `after()` for i below `steps`, and show how the loss falls."""
+    start, losses, every = time.perf_counter(), [], max(1, steps // 10)
     for i in range(steps):
         losses.append(float(step(*batch(i))))
         after()
         if i == 0:
-            print(f"first step (with compilation): {time.perf_counter() - start:.1f} s", flush=True)
-        if (i + 1) % every == 0:
-            recent = losses[-every:]
-            print(f"step {i + 1:5d}/{steps}  loss {sum(recent) / len(recent):.3f}", flush=True)
+            print(f"first step (compiles): {time.perf_counter() - start:.1f} s", flush=True)
+            start = time.perf_counter()
+        elif (i + 1) % every == 0:
+            recent, pace = losses[-every:], (time.perf_counter() - start) / i
+            print(f"step {i + 1:4d}/{steps}  loss {sum(recent) / len(recent):.3f}  "
+                  f"{pace * 1e3:.0f} ms a step", flush=True)
     last = losses[-max(1, steps // 10):]
     print(f"loss {losses[0]:.3f} -> {sum(last) / len(last):.3f}", flush=True)
-    return sum(last) / len(last)

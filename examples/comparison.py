@@ -1,0 +1,99 @@
+"""Eager, torch.compile and memopt on one step: bytes and seconds, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from common import has_compiler
+from tabulate import tabulate
+
+TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
+ROUNDS, CALLS = 3, 5
+HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "first call s")
+
+
+def measure(step: Callable, batch: tuple, resident: Any, backend: str) -> None:
+    """Print a JSON line of bytes, then for every line on stdin one of seconds of some calls."""
+    import memopt_compile as memopt
+
+    def timed() -> float:
+        start = time.perf_counter()
+        step(*batch)
+        return time.perf_counter() - start
+
+    found: dict[str, float] = {"first": timed()}
+    timed()  # The optimizer's state is there by now and nothing compiles any more.
+    found["peak"] = memopt.measure(step, *batch, resident=(resident, batch)).peak_bytes
+    if backend == "memopt":
+        found["predicted"] = memopt.report(step).predicted_peak_bytes
+    print(json.dumps(found), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps([timed() for _ in range(CALLS)]), flush=True)
+
+
+def compare() -> None:
+    """Run this script again for each backend and print one table.
+
+    Each process has a compilation cache of its own, so that none finds what another compiled.
+    The timed rounds take turns, so that all see the same machine.
+    """
+    names = [name for name in TITLES if name != "inductor" or has_compiler()]
+    with ExitStack() as stack:
+        workers = {}
+        found, times = {}, {name: [] for name in names}
+        for name in names:
+            print(f"measuring {TITLES[name]} ...", flush=True)
+            cache = stack.enter_context(tempfile.TemporaryDirectory())
+            workers[name] = stack.enter_context(_Worker(name, cache))
+            found[name] = workers[name].answer()
+        for _ in range(ROUNDS):
+            for name in names:
+                times[name] += workers[name].ask()
+    lower = min(found[name]["peak"] for name in names if name != "memopt")
+    rows = []
+    for name in names:
+        peak, predicted = found[name]["peak"], found[name].get("predicted")
+        told = (f"{predicted / 2**20:.2f}", f"{predicted / peak - 1:+.2%}") if predicted else ("",) * 2
+        rows.append((TITLES[name], f"{peak / 2**20:.2f}", f"{peak / lower:.3f}", *told,
+                     f"{statistics.median(times[name]) * 1e3:.0f}", f"{found[name]['first']:.1f}"))
+    print(tabulate(rows, HEADERS, disable_numparse=True, stralign="right"))
+    print("peak: parameters, gradients, optimizer state and batch included, exact to the byte")
+
+
+class _Worker:
+    """This script in another process, answering with JSON lines."""
+
+    def __init__(self, name: str, cache: str) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, *sys.argv, "--measure", name], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache})
+
+    def ask(self) -> Any:
+        assert self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(("{", "[")):  # Else a note for people.
+                return json.loads(line)
+        raise SystemExit(f"measuring {self.name} ended with status {self.process.wait()}")
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # Closes stdin, which ends it.
