@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 from common import has_compiler
 from tabulate import tabulate
@@ -92,7 +92,7 @@ class _Worker:
                 return json.loads(line)
         raise SystemExit(f"measuring {self.name} ended with status {self.process.wait()}")
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

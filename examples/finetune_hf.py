@@ -1,6 +1,8 @@
-"""Train Hugging Face architectures from their configuration on the plays: --model llama, gpt2, bert."""
+"""Train Hugging Face models, small and from their configuration, on Shakespeare's plays."""
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 import transformers
@@ -10,28 +12,34 @@ from torch import nn
 
 
 def build(name: str, vocabulary: int, width: int, layers: int) -> nn.Module:
-    """A randomly initialized model that gives ``.loss`` when called with labels."""
+    """A model with random parameters that gives `.loss` when called with labels."""
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width,
             num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2))
     if name == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=4, n_positions=256))
-        model.loss_type = "ForCausalLM"  # else a warning in its forward ends the graph
+            vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=4, n_positions=128))
+        model.loss_type = "ForCausalLM"  # Else its forward warns, which splits the graph.
         return model
     return transformers.BertForMaskedLM(transformers.BertConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width,
         num_hidden_layers=layers, num_attention_heads=4))
 
 
-def main() -> None:
-    parser = arguments(__doc__, steps=150)
+def parse() -> argparse.Namespace:
+    parser = arguments("Train Hugging Face models on Shakespeare's plays.", steps=150)
     parser.add_argument("--model", choices=("llama", "gpt2", "bert"), default="llama")
     options = parser.parse_args()
-    sequence, width, layers = (32, 32, 2) if options.quick else (96, 128, 4)
     options.steps = min(options.steps, 20) if options.quick else options.steps
+    return options
+
+
+def main() -> None:
+    options = parse()
+    sequence, width, layers = (32, 32, 2) if options.quick else (96, 128, 4)
     ids, _, alphabet = shakespeare()
+    mask = len(alphabet)  # One token more than there are characters, for bert.
     torch.manual_seed(options.seed)
     model = build(options.model, len(alphabet) + 1, width, layers).train()
     opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -49,10 +57,11 @@ def main() -> None:
     def batch(i: int):
         tokens, _ = random_batch(ids, 8, sequence, generator)
         if options.model != "bert":
-            return tokens, tokens
+            return tokens, tokens  # The model shifts the labels itself.
         hidden = torch.rand(tokens.shape, generator=generator) < 0.15
-        return tokens.masked_fill(hidden, len(alphabet)), tokens.masked_fill(~hidden, -100)
+        return tokens.masked_fill(hidden, mask), tokens.masked_fill(~hidden, -100)
 
+    print(f"{options.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
     train(compiled(step, options), batch, options.steps)
 
 

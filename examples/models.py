@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,9 @@ class ResNet(nn.Sequential):
     """Images [batch, 1, 28, 28] to logits [batch, 10]."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 32, 64)) -> None:
-        stages = [Residual(inputs, outputs, 1 if i == 0 else 2)
-                  for i, (inputs, outputs) in enumerate(zip((widths[0], *widths), widths))]
-        super().__init__(nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]),
-                         nn.ReLU(), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(widths[-1], 10))
+        first = widths[0]
+        super().__init__(
+            nn.Conv2d(1, first, 3, 1, 1, bias=False), nn.BatchNorm2d(first), nn.ReLU(),
+            Residual(first, first, 1),
+            *(Residual(inputs, outputs, 2) for inputs, outputs in itertools.pairwise(widths)),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))

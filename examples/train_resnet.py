@@ -1,4 +1,4 @@
-"""Train a ResNet-style net with BatchNorm on Fashion-MNIST; the last batch of an epoch is short."""
+"""Train a small ResNet on Fashion-MNIST with SGD: BatchNorm, and a short batch ends each epoch."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from models import ResNet
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=300).parse_args()
+    options = arguments("Train a small ResNet on Fashion-MNIST.", steps=300).parse_args()
     images, labels, test_images, test_labels = fashion_mnist()
-    size = 128
+    count, size, widths = 20_000, 128, (16, 32, 64)
     if options.quick:
-        images, labels, size = images[:200], labels[:200], 64  # 64, 64, 64 and a short batch of 8
+        count, size, widths = 200, 64, (8, 16)
         test_images, test_labels = test_images[:500], test_labels[:500]
         options.steps = min(options.steps, 12)
     torch.manual_seed(options.seed)
-    model = ResNet((8, 16) if options.quick else (16, 32, 64))
+    model = ResNet(widths)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     def step(x, y):
-        opt.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         opt.step()
-        return loss.detach()
+        opt.zero_grad()
+        return loss
 
-    batches = [torch.arange(i, min(i + size, len(images))) for i in range(0, len(images), size)]
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
+    batches = torch.randperm(count).split(size)
 
     def batch(i: int):
-        chosen = order[batches[i % len(batches)]]
+        chosen = batches[i % len(batches)]
         return images[chosen], labels[chosen]
 
+    print(f"{count:,} images in batches of {size}, the last of {len(batches[-1])}")
     train(compiled(step, options), batch, options.steps)
     model.eval()
     with torch.no_grad():
-        right = sum(int((model(x).argmax(1) == y).sum())
-                    for x, y in zip(test_images.split(500), test_labels.split(500)))
-    print(f"test accuracy {right / len(test_images):.3f}")
+        found = torch.cat([model(part).argmax(1) for part in test_images.split(500)])
+    print(f"test accuracy {(found == test_labels).float().mean():.3f}")
 
 
 if __name__ == "__main__":
