@@ -7,8 +7,10 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, fx
 
-from . import capture  # noqa: F401  (registers the marker operators)
-from . import compat
+from . import (
+    capture,  # noqa: F401  (registers the marker operators)
+    compat,
+)
 from .step_graph import Input, Phase, Role, StepGraph, nbytes
 
 SEED = torch.ops.memopt.seed.default

@@ -31,7 +31,14 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes, owned_bytes
 from memopt_compile.ordering import weight
-from memopt_compile.step_graph import OPERATOR, Phase, StepGraph, aliased_args, mutated_args, storage_roots
+from memopt_compile.step_graph import (
+    OPERATOR,
+    Phase,
+    StepGraph,
+    aliased_args,
+    mutated_args,
+    storage_roots,
+)
 from memopt_compile.step_pass import StepPass
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -26,7 +26,7 @@ LAYERS = [
     {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas"},
     {"step_pass"},
     {"passes", "backends"},
-    {"capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining"},
+    {"capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "verification"},
     {"driver", "api"},
     {"__init__", "__main__"},
 ]

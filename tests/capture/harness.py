@@ -6,10 +6,10 @@ from typing import Any, Callable
 from unittest import mock
 
 import torch
+from rows import CLASSES, WIDTH, Loop
 from torch import Tensor
 
 from memopt_compile import driver
-from rows import CLASSES, WIDTH, Loop
 
 STEPS = 7
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
-
 import rows
+import torch
 from harness import compiled, largest_difference, train
 
 

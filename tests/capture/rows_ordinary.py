@@ -1,0 +1,109 @@
+"""Steps that cannot be one graph: right numbers by the ordinary path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from loops import Loop, adamw, loop, mlp, ordinary, plain
+from torch import nn
+
+
+@ordinary
+def print_in_forward() -> Loop:
+    class Printing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return self.body(x)
+
+    return plain(Printing())
+
+
+@ordinary
+def gradient_hook() -> Loop:
+    result = plain()
+    result.modules[0][0].weight.register_hook(lambda g: g * 0.5)
+    return result
+
+
+@ordinary
+def post_accumulate_hook() -> Loop:
+    result = plain()
+
+    def halve(p):
+        p.grad.mul_(0.5)
+
+    result.modules[0][0].weight.register_post_accumulate_grad_hook(halve)
+    return result
+
+
+@ordinary
+def loss_from_outside() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(loss):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    def wrap(step, compile):
+        compiled = compile(step)
+        return lambda x, y: compiled(F.cross_entropy(model(x), y))
+
+    return loop(model, opt, step, wrap=wrap)
+
+
+@ordinary
+def loss_item_before_backward() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        if loss.item() > 1e6:
+            return loss.detach()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
+
+
+@ordinary
+def lbfgs() -> Loop:
+    model = mlp()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def step(x, y):
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return opt.step(closure)
+
+    return loop(model, opt, step)
+
+
+@ordinary
+def grad_scaler() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        return loss.detach()
+
+    return loop(model, opt, step)

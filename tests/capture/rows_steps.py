@@ -1,0 +1,225 @@
+"""Losses, optimizers and schedulers in every order and number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from loops import Loop, adamw, loop, mlp, plain, row
+from torch import nn
+
+
+@row
+def zero_grad_last() -> Loop:
+    return plain()
+
+
+@row
+def zero_grad_first() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return loop(model, opt, step)
+
+
+@row
+def zero_grad_not_to_none() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        opt.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def module_zero_grad() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def loss_item() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.item()
+
+    return loop(model, opt, step)
+
+
+@row
+def logits_and_metrics() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        right = (logits.argmax(-1) == y).double().mean()
+        return {"loss": loss, "logits": logits, "accuracy": right}
+
+    return loop(model, opt, step)
+
+
+def _clipped(clip: Callable) -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        clip(model.parameters(), 0.05)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def clip_grad_norm() -> Loop:
+    return _clipped(nn.utils.clip_grad_norm_)
+
+
+@row
+def clip_grad_value() -> Loop:
+    return _clipped(nn.utils.clip_grad_value_)
+
+
+@row
+def clip_grad_norm_returned() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        opt.step()
+        return loss.detach(), norm
+
+    return loop(model, opt, step)
+
+
+@row
+def scheduler_every_step() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def scheduler_of_sgd() -> Loop:
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def scheduler_inside_the_step() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i))
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def both(x, y):
+        loss = step_(x, y)
+        schedule.step()
+        return loss
+
+    step_ = step
+    result = loop(model, opt, step)
+    result.after = lambda i: schedule.step()
+    return result
+
+
+@row
+def one_cycle_changes_betas() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, total_steps=20)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def one_cycle_changes_momentum() -> Loop:
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.2, total_steps=20)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def tensor_learning_rate() -> Loop:
+    model = mlp()
+    opt = adamw(model, lr=torch.tensor(0.02, dtype=torch.float64))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def parameter_groups() -> Loop:
+    model = mlp()
+    opt = torch.optim.AdamW([
+        {"params": model[0].parameters(), "lr": 0.05, "weight_decay": 0.1},
+        {"params": model[2].parameters(), "betas": (0.8, 0.9), "amsgrad": True},
+    ], lr=0.01)
+    return plain(model, opt)
+
+
+@row
+def two_optimizers() -> Loop:
+    model = mlp()
+    first = torch.optim.AdamW(model[0].parameters(), lr=0.02)
+    second = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+
+    def step(x, y):
+        first.zero_grad()
+        second.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        first.step()
+        second.step()
+        return loss
+
+    return Loop(step, [model], [first, second])
