@@ -52,10 +52,12 @@ class Notes:
     """What was seen while one frame was traced, for the backend that gets its graph."""
 
     frame: Any = None
+    trace: Any = None
     where: str = ""
     resumed: bool = False
     reason: str | None = None
     backwards: int = 0
+    updates: int = 0
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
     numbers: dict[Any, Any] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
@@ -66,6 +68,13 @@ _notes = Notes()
 
 def notes() -> Notes:
     """The notes of the frame being traced now."""
+    return _notes
+
+
+def _notes_of(tx: Any) -> Notes:
+    """The same, counting afresh each time that Dynamo begins the frame again."""
+    if _notes.trace is not tx.output:
+        _notes.trace, _notes.backwards, _notes.updates, _notes.optimizers = tx.output, 0, 0, []
     return _notes
 
 
@@ -97,7 +106,7 @@ def _traced_step(self: Any, tx: Any) -> Any:
         compat.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
     optimizer_capture.make_state(optimizer, tx)
-    _notes.optimizers.append(optimizer)
+    _notes_of(tx).optimizers.append(optimizer)
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
         optimizer._opt_called = True  # what a scheduler's wrapper of `step` records
     update = compat.VariableTracker.build(tx, optimizer_capture.own_step(optimizer))
@@ -115,8 +124,10 @@ class _BoundStep(compat.VariableTracker):
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
-        return build(tx, optimizer_capture.step).call_function(
+        value = build(tx, optimizer_capture.step).call_function(
             tx, [self.optimizer, self.update, packed, named], {})
+        _notes_of(tx).updates += 1
+        return value
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -178,7 +189,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
             kwargs.update(zip(("retain_graph", "create_graph", "only_inputs", "allow_unused"), args[2:]))
             args = args[:2]
     result = original(self, tx, *args, **kwargs)
-    _notes.backwards += 1
+    _notes_of(tx).backwards += 1
     create = kwargs.get("create_graph")
     if create is not None and getattr(create, "value", None):
         return result  # a second derivative may follow: the mark is not differentiable
@@ -247,7 +258,8 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
     (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
     error = exc if exc is not None else kwargs.get("exc")
     place = compat.break_place(error)
-    if place and not (_notes.backwards and _notes.optimizers) and not _notes.resumed:
+    counted = _notes_of(self)
+    if place and not (counted.backwards and counted.updates) and not counted.resumed:
         cause, remedy = compat.break_reason(error)
         file, line, code = place
         where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
@@ -272,10 +284,15 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         if not kwargs and all(isinstance(g, torch.nn.Module) for g in given):
             return compat.VariableTracker.build(tx, self.fn(*given))
     form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
+    if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
+        # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
+        loop = compat.VariableTracker.build(tx, False)
+        kwargs = {**kwargs, "foreach": loop, "fused": loop}
     asked = kwargs.get("capturable")
-    if form in (optimizer_capture.radam, optimizer_capture.asgd) and asked is not None:
-        form = None if compat.constant_value(asked) == (True, True) else form
-    if form is not None and type(self) is compat.UserFunctionVariable:
+    if form in optimizer_capture.CAPTURABLE and asked is not None:
+        if compat.constant_value(asked) == (True, True):  # eager too runs the branch-free form
+            form = optimizer_capture.CAPTURABLE[form]
+    if form is not None and form is not self.fn and type(self) is compat.UserFunctionVariable:
         return original(compat.UserFunctionVariable(form), tx, args, kwargs)
     return original(self, tx, args, kwargs)
 

@@ -63,9 +63,43 @@ def asgd(*lists: Any, capturable: bool, **kwargs: Any) -> None:
         step.copy_(counted)
 
 
+CAPTURABLE = {radam: compat.single_tensor_radam, asgd: compat.single_tensor_asgd}
+
+
+def adafactor(params: list, grads: list, row_vars: list, col_vars: list, variances: list,
+              state_steps: list, grad_scale: Any, found_inf: Any, *, d: float, lr: Any,
+              beta2_decay: float, weight_decay: float, eps1: float | None, eps2: float,
+              maximize: bool, has_complex: bool) -> None:
+    """`_single_tensor_adafactor` with its numbers in float64 tensors instead of Python floats."""
+    assert grad_scale is None and found_inf is None
+    for param, grad, row, column, variance, step in zip(
+            params, grads, row_vars, col_vars, variances, state_steps):
+        grad = -grad if maximize else grad
+        tiny = torch.finfo(param.dtype).eps if eps1 is None else eps1
+        step += 1
+        count = step.to(torch.float64)
+        weight = (count**beta2_decay).to(param.dtype)
+        rate = (1 / count**0.5).clamp(max=lr)
+        scale = (param.norm(2).to(torch.float64) / param.numel()**0.5).clamp(min=eps2) * rate
+        if weight_decay != 0:
+            param.mul_(1 - lr * weight_decay)
+        if grad.dim() > 1:
+            row.lerp_(torch.norm(grad, dim=-1, keepdim=True).square_().div_(grad.size(-1)), weight)
+            column.lerp_(torch.norm(grad, dim=-2, keepdim=True).square_().div_(grad.size(-2)), weight)
+            estimate = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=tiny))
+        else:
+            variance.lerp_(grad * grad, weight)
+            estimate = variance.clone()
+        update = estimate.clamp_(min=tiny * tiny).rsqrt_().mul_(grad)
+        norm = update.norm(2).to(torch.float64) / (update.numel()**0.5 * d)
+        param.add_(update.mul_(-scale / norm.clamp(min=1.0)))
+
+
 def single_tensor_forms() -> dict[Any, Callable]:
     """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
-    forms: dict[Any, Callable] = {}
+    forms: dict[Any, Callable] = {
+        compat.single_tensor_asgd: asgd, compat.single_tensor_radam: radam,
+        compat.single_tensor_adafactor: adafactor}
     for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop",
                  "rprop", "sgd", "_adafactor", "_muon"):
         module = sys.modules.get(f"torch.optim.{name}")
@@ -73,12 +107,11 @@ def single_tensor_forms() -> dict[Any, Callable]:
         for prefix in ("_multi_tensor_", "_fused_"):
             other = getattr(module, prefix + name.lstrip("_"), None)
             if single is not None and other is not None:
-                forms[compat.undisabled(other)] = single
-                forms[other] = single
+                forms[compat.undisabled(other)] = forms[other] = forms.get(single, single)
         for name, form in (("_get_value", get_value), ("_to_scalar", to_scalar)):
             if hasattr(module, name):
                 forms[getattr(module, name)] = form
-    return {**forms, compat.single_tensor_asgd: asgd, compat.single_tensor_radam: radam}
+    return forms
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> Callable:
