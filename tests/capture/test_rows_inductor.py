@@ -2,6 +2,7 @@
 
 Not the one with BatchNorm: the bias before it has a zero gradient, whose rounding Adam turns into
 steps of full size, so float32 fixes nothing there (the float64 rows do).
+"""
 
 from __future__ import annotations
 
