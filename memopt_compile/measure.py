@@ -67,7 +67,8 @@ def measure(
 
     Raises TypeError for something in `resident` that holds no tensors, and whatever `fn` raises.
     """
-    gc.collect()  # Garbage must not count as resident, nor vanish in the middle of the call.
+    if args or kwargs or not (isinstance(resident, tuple) and not resident):
+        gc.collect()  # Garbage must not count as resident, nor vanish in the middle of the call.
     deaths: _Deaths = defaultdict(deque)
     watched = _survey(resident, args, kwargs, deaths)
     resident = None  # Else a tensor named here would outlive its own end.
