@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 class GPTConfig:
     vocabulary: int
     layers: int = 4
-    width: int = 192
+    width: int = 128
     heads: int = 4
     context: int = 128
     dropout: float = 0.0
@@ -29,35 +30,55 @@ class Block(nn.Module):
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2)
-                   for t in self.qkv(self.norm1(x)).split(width, dim=2))
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2)
+                   for part in self.qkv(self.norm1(x)).split(width, dim=2))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         seen = self.project(seen.transpose(1, 2).reshape(batch, length, width))
         x = x + F.dropout(seen, self.dropout, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of `x` by angles that grow with the position (rotary embedding)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 class GPT(nn.Module):
-    """Tokens [batch, sequence] to logits [batch, sequence, vocabulary]; pre-norm blocks."""
+    """Tokens [batch, sequence] to logits [batch, sequence, vocabulary]; pre-norm blocks.
+
+    Positions are rotations, since a few hundred steps are too few to learn an embedding of them.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary)
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                # What is added to the residual stream starts small beside the tokens.
+                std = 0.3 if name.startswith("tokens") else 0.02
+                std /= math.sqrt(2 * config.layers) if "project" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=std)
+        pairs = torch.arange(0, config.width // config.heads, 2) * config.heads / config.width
+        angles = torch.outer(torch.arange(config.context), 1000.0**-pairs).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        length = tokens.shape[1]
+        x = self.tokens(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.cos[:length], self.sin[:length])
         return self.head(self.norm(x))
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from models import GPT, GPTConfig
 def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = arguments("Train a character GPT on Shakespeare's plays.", steps=200)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compare", action="store_true",
@@ -37,7 +37,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 def prepare(options: argparse.Namespace, vocabulary: int):
     """The model, its optimizer and schedule, and one training step of them."""
     torch.manual_seed(options.seed)
-    heads = max(1, options.width // 48)
+    heads = max(1, options.width // 32)
     model = GPT(GPTConfig(vocabulary, options.layers, options.width, heads, options.sequence))
     opt = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1)
 
