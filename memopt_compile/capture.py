@@ -163,12 +163,20 @@ def _method_backward(original: Callable, self: Any, tx: Any, gradient: Any = Non
         variables.sort(key=lambda v: position.get(id(v.as_proxy().node), 0))
         for variable in variables:
             _refuse_hooks(compat.real_value(tx, variable))
+            # A hook registered later has to be noticed: the graph would run past it.
+            compat.guard_value(variable.source, _hookless,
+                               f"no gradient hook on {compat.source_name(variable.source)}")
         inputs = compat.list_variable(variables)
     return original(self, tx, gradient, retain_graph, create_graph, inputs)
 
 
+def _hookless(leaf: Any) -> bool:
+    return not (isinstance(leaf, Tensor)
+                and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks))
+
+
 def _refuse_hooks(leaf: Any) -> None:
-    if isinstance(leaf, Tensor) and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks):
+    if not _hookless(leaf):
         compat.break_graph(
             "a parameter has a gradient hook", "hooks on parameters do not run inside the graph",
             "remove the hook, or apply the same change to p.grad between backward and step")

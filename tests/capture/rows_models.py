@@ -338,3 +338,63 @@ def nan_guard_in_tensor_code() -> Loop:
         return loss
 
     return loop(model, opt, step)
+
+
+@row
+def weighted_backward() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        losses.backward(torch.linspace(0, 1, len(x), dtype=losses.dtype))
+        opt.step()
+        opt.zero_grad()
+        return losses
+
+    return loop(model, opt, step)
+
+
+@row
+def unfrozen_in_the_middle() -> Loop:
+    result = plain()
+    first = result.modules[0][0]
+    first.weight.requires_grad_(False)
+
+    def after(i):
+        first.weight.requires_grad_(i >= 2)
+
+    result.after = after
+    return result
+
+
+@row
+def group_added_in_the_middle() -> Loop:
+    model = mlp()
+    opt = torch.optim.AdamW(model[0].parameters(), lr=0.02)
+    result = plain(model, opt)
+
+    def after(i):
+        if i == 2:
+            opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+
+    result.after = after
+    return result
+
+
+@row
+def gradients_kept_for_the_user() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    norms = []
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    result = loop(model, opt, step)
+    result.after = lambda i: norms.append(sum(p.grad.norm() for p in model.parameters()))
+    return result

@@ -107,3 +107,32 @@ def grad_scaler() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step)
+
+
+@ordinary
+def hook_registered_later() -> Loop:
+    result = plain()
+
+    def after(i):
+        if i == 2:
+            result.modules[0][0].weight.register_hook(lambda g: g * 0.5)
+
+    result.after = after
+    return result
+
+
+@ordinary
+def gradient_penalty() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        x = x.clone().requires_grad_(True)
+        loss = F.cross_entropy(model(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
