@@ -133,7 +133,7 @@ def test_format(size, text):
 @given(SIZES)
 def test_formatted_size_parses_to_nearly_itself(size):
     again = parse_bytes(format_bytes(size))
-    assert abs(again - size) <= 0.005 * size
+    assert abs(again - size) <= 0.005 * size + 1  # two decimals, and a fraction of a byte dropped
     assert size >= 1024 or again == size
 
 
