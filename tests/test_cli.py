@@ -34,8 +34,9 @@ def script(tmp_path, monkeypatch):
     path = tmp_path / "train_it.py"
     path.write_text(SCRIPT)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return path
+    yield path
+    for name in ("beside", "train_it"):
+        sys.modules.pop(name, None)
 
 
 def test_explain_prints_and_writes(script, tmp_path, capsys):

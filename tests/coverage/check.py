@@ -10,7 +10,6 @@ from typing import Any, Callable
 from unittest import mock
 
 import torch
-from harness import largest_difference
 from torch import nn
 
 from memopt_compile import driver
@@ -127,6 +126,37 @@ def train(case: Case, compile: Callable = lambda step: step) -> tuple[dict[str, 
     return changed, memory
 
 
+def largest_difference(a: Any, b: Any, path: str = "") -> tuple[float, str]:
+    """The largest difference between two nests relative to their tensor's largest value, and
+    where it is. What is not a number has to be so in both."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf"), path
+        a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        same = (a == b) | (a.isnan() & b.isnan())
+        if same.all():
+            return 0.0, path
+        difference = float((a - b)[~same].abs().max())
+        scale = float(torch.maximum(a.abs(), b.abs()).nan_to_num(posinf=0.0).max())
+        return difference / max(scale, 1e-8) if difference == difference else float("inf"), path
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        pairs = [(a[k], b[k], f"{path}.{k}") for k in a]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b))]
+    elif isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) / max(abs(a), abs(b), 1e-8), path
+    else:
+        return (0.0 if type(a) is type(b) and a == b else float("inf")), path
+    return max((largest_difference(*pair) for pair in pairs), default=(0.0, path))
+
+
+def has_nan(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(value.isnan().any())
+    return any(map(has_nan, value.values() if isinstance(value, dict) else value)) if isinstance(
+        value, (dict, list)) else False
+
+
 def fill_zeros(model: nn.Module) -> None:
     """Give parameters that start at zero random values.
 
@@ -158,6 +188,7 @@ def run(case: Case) -> Row:
     forget()
     try:
         expected, memory = train(case)
+        row.note += "; NaN in eager too" * has_nan(expected)
         row.eager_peak, row.resident = memory.peak_bytes, memory.resident_bytes
         del memory
     except Exception as error:

@@ -88,7 +88,7 @@ def remarks(row: check.Row) -> str:
         found.append(f"{row.warnings} lines said so instead of one")
     if row.peak > row.eager_peak:
         found.append("peak above eager's")
-    return "; ".join(f for f in found if f)
+    return "; ".join(f.strip("; ") for f in found if f)
 
 
 def summary(rows: list[check.Row]) -> str:
@@ -139,10 +139,15 @@ inputs. The last ratio is the measured peak of the step (its fourth run) against
 """
 
 
-def report(results: dict[str, list[check.Row]]) -> str:
+def report(results: dict[str, list[check.Row]], old: str = "") -> str:
+    """The page, with the sections of `old` for the sets that were not run."""
+    kept = {text.splitlines()[0]: text for text in old.split("\n## ")[1:]}
     parts = [HEADER.format(torch=torch.__version__, steps=check.STEPS)]
-    for which, rows in results.items():
-        parts.append(f"## {SETS[which]}\n\n{summary(rows)}\n\n{table(rows)}\n")
+    for which, title in SETS.items():
+        if results.get(which):
+            parts.append(f"## {title}\n\n{summary(results[which])}\n\n{table(results[which])}\n")
+        elif title in kept:
+            parts.append(f"## {kept[title].rstrip()}\n")
     return "\n".join(parts)
 
 
@@ -150,7 +155,7 @@ def main(arguments: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=SETS, action="append")
     parser.add_argument("--names", nargs="+", default=[], help="cases that contain one of these")
-    parser.add_argument("--write", type=Path, help="also write the tables into this file")
+    parser.add_argument("--write", type=Path, help="keep the tables in this file; those of other sets stay")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -163,11 +168,12 @@ def main(arguments: list[str] | None = None) -> Any:
         for i, case in enumerate(wanted, 1):
             rows.append(check.run(case))
             print(f"[{i}/{len(wanted)}] {line(rows[-1])}", flush=True)
+            if given.write:
+                given.write.parent.mkdir(parents=True, exist_ok=True)
+                old = given.write.read_text() if given.write.exists() else ""
+                given.write.write_text(report(results, old))
         print(f"\n{SETS[which]}\n{summary(rows)}\n", flush=True)
     print(f"{time.perf_counter() - start:.0f} s")
-    if given.write:
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(report(results))
     return results
 
 
