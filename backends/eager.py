@@ -2,24 +2,27 @@
 
 It runs the graph's own operators one by one in schedule order, so it is the oracle of the
 tests and the way to debug. The program is generated and printable (`source`).
+
+A kernel may lay its result out otherwise than its fake version said (batch norm of a transposed
+tensor, in torch 2.13), and then views further on fail or read the wrong elements. So what is
+neither a view nor pointwise is checked, and copied into the promised layout if need be.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Callable
 
 import torch
 from torch import fx
 
-from ..step_graph import StepGraph
+from ..step_graph import OPERATOR, StepGraph, aliased_args
 
 
 def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     """The program as text, and the objects it names."""
     graph = step.graph
     names: dict[fx.Node, str] = {n: f"v{i}" for i, n in enumerate(graph.nodes)}
-    objects: dict[str, Any] = {"getitem": operator.getitem}
+    objects: dict[str, Any] = {"in_layout": in_layout}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for argument in (node, *node.all_input_nodes):
@@ -62,9 +65,28 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
                 calls[node.target] = bound(node.target)
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             lines.append(f"    {names[node]} = {calls[node.target]}({', '.join(given)})")
+            if _may_surprise(node):
+                strides = tuple(node.meta["val"].stride())
+                lines.append(f"    {names[node]} = in_layout({names[node]}, {strides})")
         if node.op != "output" and dying.get(node):
             lines.append("    del " + ", ".join(names[d] for d in dying[node]))
     return "\n".join(lines) + "\n", objects
+
+
+def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """`value` itself if it has these strides, wherever they matter; else a copy that does."""
+    if value.stride() == strides or all(
+            size <= 1 or a == b for size, a, b in zip(value.shape, value.stride(), strides)):
+        return value
+    return value.new_empty_strided(value.shape, strides).copy_(value)
+
+
+def _may_surprise(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or aliased_args(node):
+        return False
+    return (all(isinstance(s, int) for s in value.stride()) and value.dim() > 1
+            and not (isinstance(node.target, OPERATOR) and torch.Tag.pointwise in node.target.tags))
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

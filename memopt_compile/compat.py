@@ -322,3 +322,12 @@ def settle_unused_floats(gm: torch.fx.GraphModule) -> None:
 def is_func_grad(node: torch.fx.Node) -> bool:
     """Whether a Dynamo node opens a level of `torch.func` differentiation."""
     return getattr(node.target, "__name__", "") == "_grad_increment_nesting"
+
+
+def loss_decompositions() -> dict[Any, Callable]:
+    """The mean losses whose CPU kernels return a number in the storage of all its terms, which
+    then live as long as the loss, as their plain arithmetic."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions([torch.ops.aten.mse_loss, torch.ops.aten.binary_cross_entropy,
+                               torch.ops.aten.soft_margin_loss, torch.ops.aten.smooth_l1_loss])

@@ -64,6 +64,7 @@ def tracing_scope(
     validate_outputs: Callable,
     wrap_symfloat: Callable,
     autograd_grad: Callable,
+    check_tensor_all: Callable,
     call_function: Callable,
     call_logger: Callable,
     compare: Callable,
@@ -72,7 +73,7 @@ def tracing_scope(
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
-    original method first.
+    original method first, but `check_tensor_all`: that is traced instead of torch's.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -92,11 +93,23 @@ def tracing_scope(
             result.source = None
         return result
 
+    def remove_specialized(original: Callable, self: Any) -> None:
+        # torch 2.13 means to remove inputs here, but takes every node on a 0-dim tensor that
+        # nobody reads for one: so also the in-place updates of a scalar parameter's state.
+        hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
+                  if node.op != "placeholder" and "example_value" in node.meta}
+        original(self)
+        for node, value in hidden.items():
+            node.meta["example_value"] = value
+
     handlers = TorchInGraphFunctionVariable._get_handlers()
     original_grad = handlers[torch.autograd.grad]
 
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         return autograd_grad(original_grad, self, *args, **kwargs)
+
+    def handle_check(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return UserFunctionVariable(check_tensor_all).call_function(tx, list(args), kwargs)
 
     with (
         dynamo_config.patch(trace_autograd_ops=True),
@@ -105,6 +118,8 @@ def tracing_scope(
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
+        replaced(output_graph.OutputGraph, "remove_tensorify_specialized_graphargs",
+                 remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
@@ -113,6 +128,7 @@ def tracing_scope(
         mock.patch.dict(compare_op_handlers, {
             symbol: functools.partial(compare, compare_op_handlers[symbol], function)
             for symbol, function in COMPARISONS.items()}),
-        mock.patch.dict(handlers, {torch.autograd.grad: handle_grad}),
+        mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
+                                   torch._check_tensor_all: handle_check}),
     ):
         yield

@@ -3,8 +3,9 @@
 Some operators hold memory while they run that is neither operand nor result: reordered copies
 in a convolution, partial sums in a backward, an index in sorted order. No table knows them all,
 so each distinct call (operator, shapes, strides, dtypes, constants) is run once on tensors of
-ones under the allocation recorder, and the answer is kept for the process. Pointwise operators
-and views hold nothing and are not run.
+ones under the allocation recorder, and the answer is kept for the process. Views hold nothing and
+are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
+result they hold copies.
 """
 
 from __future__ import annotations
@@ -59,16 +60,26 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
 
     Tensors among the arguments may be fake: only their shapes, strides and dtypes count.
     """
-    if not isinstance(target, OPERATOR) or torch.Tag.pointwise in target.tags:
+    if not isinstance(target, OPERATOR):
         return 0
-    if any(a.alias_info is not None for a in target._schema.arguments):  # views, writes
+    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
+    if aliases and not any(a.is_write for a in aliases):  # views
         return 0
-    if not any(isinstance(a, Tensor) for a in pytree.tree_leaves(args)):
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    if not tensors or torch.Tag.pointwise in target.tags and not _casts(args, tensors):
         return 0
     key = (target, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
         _known[key] = _measure(target, args, kwargs)
     return _known[key]
+
+
+def _casts(args: Any, tensors: list[Tensor]) -> bool:
+    """Whether a pointwise operator has to bring an operand to another dtype before it starts.
+    Scalars are left out: they are cast for a few bytes."""
+    dtypes = {t.dtype for t in tensors if t.dim()}
+    number = float in map(type, args) and not any(d.is_floating_point for d in dtypes)
+    return len(dtypes) > 1 or number and bool(dtypes)
 
 
 def _description(value: Any) -> Any:

@@ -108,7 +108,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         run = compat.aot_module_simplified(
             gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
             keep_inference_input_mutations=True,
-            decompositions=inductor.decompositions() if record.lowering == "inductor" else None)
+            decompositions=inductor.decompositions() if record.lowering == "inductor"
+            else compat.loss_decompositions())
     except Exception as error:
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error

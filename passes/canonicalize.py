@@ -17,6 +17,8 @@ shares. The rules, cited in the code:
 8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
+What a model returns does not become a view either, since autograd forbids some writes into views:
+rules 2 and 4 leave it alone.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ class Canonicalize(StepPass):
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         remove_dead_code(step)
+        returned = _differentiable_results(step)
         for node in list(step.computing()):
-            if node.target is aten._unsafe_view.default:  # rule 2
+            if node.target is aten._unsafe_view.default and node not in returned:  # rule 2
                 node.target = aten.view.default
             elif node.target in SPLITS or node.target is aten.unbind.int:
                 _take_apart(step, node)
@@ -69,6 +72,10 @@ class Canonicalize(StepPass):
     def ensures(self, step: StepGraph) -> str | None:
         dead = next((n for n in step.computing() if _is_dead(n)), None)
         return f"{dead.name} is dead code" if dead else None
+
+
+def _differentiable_results(step: StepGraph) -> set[fx.Node]:
+    return set(step.graph.output_node().all_input_nodes) if step.kind == "model" else set()
 
 
 def remove_dead_code(step: StepGraph) -> None:
@@ -117,6 +124,7 @@ def _unbundle(step: StepGraph, node: fx.Node) -> None:
 def _simplify(step: StepGraph) -> None:
     """Rules 3 to 7, from the first node to the last: operands are simple before their users."""
     storages = _Storages(step.graph)
+    results = _differentiable_results(step)
     made: dict[Any, fx.Node] = {}
     for node in list(step.computing()):
         if node.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
@@ -125,7 +133,7 @@ def _simplify(step: StepGraph) -> None:
             storages.merge(node, same)
             step.replace(node, same)
         elif node.target in COPIES:
-            _simplify_copy(step, node, storages)
+            _simplify_copy(step, node, storages, node in results)
         elif node.target is aten.copy_.default:
             target, source = node.args[:2]  # rule 6
             if storages.same_place(target, source) and node not in storages.returned:
@@ -152,9 +160,10 @@ def _viewed(node: fx.Node, storages: _Storages) -> fx.Node | None:
     return found
 
 
-def _simplify_copy(step: StepGraph, node: fx.Node, storages: _Storages) -> None:
+def _simplify_copy(step: StepGraph, node: fx.Node, storages: _Storages, no_view: bool) -> None:
     source = node.args[1] if node.target is aten.copy.default else node.args[0]
-    if _geometry(source) == _geometry(node) and storages.may_share(node, source):  # rule 4
+    shares = not (no_view and aliased_args(source)) and storages.may_share(node, source)
+    if shares and _geometry(source) == _geometry(node):  # rule 4
         storages.merge(node, source)
         step.replace(node, source)
     elif node.target is aten.copy.default:  # rule 5

@@ -83,7 +83,6 @@ POINTWISE = frozenset(
 )
 
 HIDDEN_VIEWS = (
-    aten._unsafe_view.default,
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unbind.int,

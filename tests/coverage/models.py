@@ -166,7 +166,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Inputs]] = {
                  num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
                  conv_dim=[16, 16, 16], conv_stride=[5, 4, 4], conv_kernel=[10, 4, 4],
                  num_feat_extract_layers=3, num_conv_pos_embeddings=8,
-                 num_conv_pos_embedding_groups=4, mask_time_length=2, pad_token_id=0,
+                 num_conv_pos_embedding_groups=4, mask_time_prob=0.0, pad_token_id=0,
                  ctc_loss_reduction="mean"), speech),
     "clip": ("AutoModelForZeroShotImageClassification", dict(text_config={**TEXT,
              "projection_dim": 16}, vision_config={**SIGHT, "projection_dim": 16},
@@ -190,7 +190,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Inputs]] = {
     "deberta-v2 (default loss)": ("AutoModelForSequenceClassification", {**CLASSIFY, **DEBERTA},
                                   text_class),
 }
-NOTES = {"deberta-v2": "`problem_type` set",
+TOLERANCES = {"mobilenet_v2": 1e-5}
+NOTES = {"wav2vec2": "SpecAugment off: it draws from NumPy, for which Dynamo has numbers of its own",
+         "mobilenet_v2": "some gradients are zero but for rounding; `aot_eager` differs by 1e-6 too",
+         "deberta-v2": "`problem_type` set",
          "deberta-v2 (default loss)": "picks the labelled rows by `nonzero`; not one of the 38"}
 
 
@@ -216,4 +219,4 @@ def build(name: str) -> Training:
 
 def cases() -> list[Case]:
     return [Case(name, partial(build, name), torch.float32 if name in SINGLE else torch.float64,
-                 NOTES.get(name, "")) for name in [*ARCHITECTURES, *VARIANTS]]
+                 NOTES.get(name, ""), tolerance=TOLERANCES.get(name)) for name in [*ARCHITECTURES, *VARIANTS]]

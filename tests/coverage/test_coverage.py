@@ -39,7 +39,7 @@ def test_optimizer(name):
     right_and_whole(OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("name", ["nn.BatchNorm1d", "nn.Embedding"])
+@pytest.mark.parametrize("name", ["nn.BatchNorm1d", "nn.Embedding", "nn.KLDivLoss"])
 def test_module(name):
     right_and_whole(MODULES[name])
 

@@ -229,5 +229,5 @@ def test_a_piece_that_is_still_needed_keeps_the_whole():
 
 
 def test_hidden_views_are_refused():
-    step = by_hand(lambda x: torch.ops.aten._unsafe_view(x + 1, [4]) + 1, ("x", doubles(2, 2)))
-    assert "_unsafe_view" in ReuseBuffers().requires(step)
+    step = by_hand(lambda x: torch.split(x + 1, 1)[0] + 1, ("x", doubles(2, 2)))
+    assert "split" in ReuseBuffers().requires(step)
