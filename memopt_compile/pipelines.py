@@ -26,7 +26,7 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
         (True, Canonicalize),
         # What fuses into its reader need not be kept from forward to backward. In eager nothing
         # fuses and recomputing costs time.
-        (fused and options.recompute, RematerializeFree),
+        (options.recompute, RematerializeFree),
         # Each parameter is updated as soon as its gradient is complete, which then dies.
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.

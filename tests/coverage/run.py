@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
@@ -151,10 +152,16 @@ def report(results: dict[str, list[check.Row]], old: str = "") -> str:
     return "\n".join(parts)
 
 
+def run(place: tuple[str, str]) -> check.Row:
+    which, name = place
+    return check.run(next(case for case in cases(which) if case.name == name))
+
+
 def main(arguments: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=SETS, action="append")
     parser.add_argument("--names", nargs="+", default=[], help="cases that contain one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--write", type=Path, help="keep the tables in this file; those of other sets stay")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -163,15 +170,17 @@ def main(arguments: list[str] | None = None) -> Any:
     start = time.perf_counter()
     for which in given.only or SETS:
         rows = results.setdefault(which, [])
-        wanted = [c for c in cases(which)
+        wanted = [(which, c.name) for c in cases(which)
                   if not given.names or any(name in c.name for name in given.names)]
-        for i, case in enumerate(wanted, 1):
-            rows.append(check.run(case))
-            print(f"[{i}/{len(wanted)}] {line(rows[-1])}", flush=True)
-            if given.write:
-                given.write.parent.mkdir(parents=True, exist_ok=True)
-                old = given.write.read_text() if given.write.exists() else ""
-                given.write.write_text(report(results, old))
+        # A process for each case: what Dynamo learns of one would slow down the next.
+        with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
+            for i, row in enumerate(pool.imap(run, wanted), 1):
+                rows.append(row)
+                print(f"[{i}/{len(wanted)}] {line(row)}", flush=True)
+                if given.write:
+                    given.write.parent.mkdir(parents=True, exist_ok=True)
+                    old = given.write.read_text() if given.write.exists() else ""
+                    given.write.write_text(report(results, old))
         print(f"\n{SETS[which]}\n{summary(rows)}\n", flush=True)
     print(f"{time.perf_counter() - start:.0f} s")
     return results
