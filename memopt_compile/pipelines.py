@@ -10,6 +10,7 @@ from .errors import PassError
 from .liveness import Workspace, no_workspace, timeline
 from .options import Options
 from .passes.canonicalize import Canonicalize
+from .passes.channels_last import ChannelsLast
 from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
 from .passes.reuse_buffers import ReuseBuffers
@@ -20,13 +21,16 @@ from .step_pass import PassRecord, StepPass
 
 def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
     """The passes that `options` ask for. Read it as the story of what happens to a step."""
-    eager, fused = lowering == "eager", lowering == "inductor"
+    eager = lowering == "eager"
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
-        # What fuses into its reader need not be kept from forward to backward. In eager nothing
-        # fuses and recomputing costs time.
+        # What fuses into its reader need not be kept from forward to backward. (In eager nothing
+        # fuses, and computing it again costs a little time.)
         (options.recompute, RematerializeFree),
+        # Convolutions that would copy every operand into channels-last get it so. What is alive
+        # beside them is settled now, so that their workspace can be seen to matter.
+        (True, ChannelsLast),
         # Each parameter is updated as soon as its gradient is complete, which then dies.
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
