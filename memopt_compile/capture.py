@@ -286,11 +286,6 @@ _FORMS: dict[Any, Callable] = {}
 PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
 
 
-def check_tensor_all(cond: Tensor, message: Any = None) -> None:
-    """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
-    torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
-
-
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if (self.fn.__module__, self.fn.__name__) in PREPARATIONS:
         given = [compat.object_behind(a) for a in args]
@@ -338,8 +333,7 @@ def scope(code: Any = None) -> Iterator[Notes]:
         with compat_dynamo.tracing_scope(
             method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
-            autograd_grad=_autograd_grad, check_tensor_all=check_tensor_all,
-            call_function=_call_function,
+            autograd_grad=_autograd_grad, call_function=_call_function,
             call_logger=_call_logger, compare=_compare, log_graph_break=_log_graph_break,
         ):
             yield _notes

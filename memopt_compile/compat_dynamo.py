@@ -56,6 +56,11 @@ def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) ->
     return undo
 
 
+def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
+    """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
+    torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
+
+
 @contextlib.contextmanager
 def tracing_scope(
     *,
@@ -64,7 +69,6 @@ def tracing_scope(
     validate_outputs: Callable,
     wrap_symfloat: Callable,
     autograd_grad: Callable,
-    check_tensor_all: Callable,
     call_function: Callable,
     call_logger: Callable,
     compare: Callable,
@@ -73,7 +77,7 @@ def tracing_scope(
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
-    original method first, but `check_tensor_all`: that is traced instead of torch's.
+    original method first.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -109,7 +113,7 @@ def tracing_scope(
         return autograd_grad(original_grad, self, *args, **kwargs)
 
     def handle_check(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return UserFunctionVariable(check_tensor_all).call_function(tx, list(args), kwargs)
+        return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
     with (
         dynamo_config.patch(trace_autograd_ops=True),

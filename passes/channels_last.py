@@ -8,7 +8,7 @@ the layer keeps. Converted once at its start, a whole net stays channels-last. T
 2. Pointwise operators, reductions, pooling, normalization and the convolutions' own backward
    follow: they are right in any layout, and their results lie as their operands do.
 3. Anything else (a view, a random operator, whose numbers fall in the order of memory, what the
-   step returns) gets back the layout it was traced with, from a copy.
+   step returns) gets back the contiguous layout it was traced with, from a copy.
 4. The rewrite is taken back if it does not lower the predicted peak, workspace included. So it
    does nothing where workspace is not known, as on CUDA.
 
@@ -32,7 +32,7 @@ from memopt_compile.compat_trace import pytree
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import is_random, weight
 from memopt_compile.step_graph import OPERATOR, StepGraph, aliased_args
-from memopt_compile.step_pass import StepPass
+from memopt_compile.step_pass import Numerics, StepPass
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -50,6 +50,7 @@ FOLLOW = (
 @dataclass(frozen=True)
 class ChannelsLast(StepPass):
     name: ClassVar[str] = "channels_last"
+    numerics: ClassVar[Numerics] = Numerics.REORDERED
 
     def requires(self, step: StepGraph) -> str | None:
         if any(map(_convolves, step.computing())):

@@ -223,3 +223,37 @@ def two_optimizers() -> Loop:
         return loss
 
     return Loop(step, [model], [first, second])
+
+
+@row
+def tensor_check() -> Loop:
+    """As Hugging Face models check their inputs while they are traced."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        torch._check_tensor_all(y >= 0, lambda: "labels are counted from 0")
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def scalar_parameters() -> Loop:
+    model = mlp()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    model.register_parameter("shift", nn.Parameter(torch.tensor(0.1)))
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x) * model.scale.exp(), y) + model.shift.square()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)

@@ -192,3 +192,14 @@ def test_random_numbers_stay_the_same():
     assert draws
     after = outcome(eager.lower(graph), values)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_a_model_returns_does_not_become_a_view():
+    def forward(x):
+        hidden = x.sin()
+        return aten._unsafe_view(hidden, [4]), aten.clone(hidden.view(4))
+
+    step = by_hand(forward, ("x", doubles(2, 2)))
+    step.kind = "model"
+    Canonicalize().run(step)
+    assert {"_unsafe_view", "clone"} <= set(step.op_counts())

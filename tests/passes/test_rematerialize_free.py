@@ -1,0 +1,113 @@
+import pytest
+import torch
+from graphs import by_hand, check, gradient, mlp, seed, training_step
+from torch import nn
+
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.rematerialize_free import RematerializeFree
+from memopt_compile.step_graph import Phase
+
+WIDE = 64 * 32 * 8  # bytes of one layer's activation
+
+
+def doubles(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def test_golden():
+    def layer(p, q, x):
+        hidden = torch.mm(x, p)
+        active = torch.tanh(hidden)
+        loss = torch.mm(active, q).sum()
+        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
+        of_q = gradient(torch.mm(active.t(), upstream))
+        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t()) * torch.cos(hidden)))
+        return loss, of_q, of_p
+
+    step = by_hand(layer, ("p", doubles(4, 4)), ("p", doubles(4, 4)), ("x", doubles(8, 4)))
+    check(step, RematerializeFree())
+    assert (
+        step.text()
+        == """\
+p0: f64[4, 4]  # parameter trained
+p1: f64[4, 4]  # parameter trained
+x0: f64[8, 4]  # batch
+forward:
+  mm_0: f64[8, 4] = mm(x0, p0)
+  tanh_0: f64[8, 4] = tanh(mm_0)
+  mm_1: f64[8, 4] = mm(tanh_0, p1)
+  sum_0: f64[] = sum(mm_1)
+backward:
+  full_0: f64[] = full([], 1, device=cpu, dtype=torch.float64, pin_memory=False)
+  expand_0: f64[8, 4] = expand(full_0, [8, 4])
+  tanh_1: f64[8, 4] = tanh(mm_0)
+  t_0: f64[4, 8] = t(tanh_1)
+  mm_2: f64[4, 4] = mm(t_0, expand_0)
+  t_1: f64[4, 8] = t(x0)
+  t_2: f64[4, 4] = t(p1)
+  mm_3: f64[8, 4] = mm(expand_0, t_2)
+  cos_0: f64[8, 4] = cos(mm_0)
+  mul_0: f64[8, 4] = mul(mm_3, cos_0)
+  mm_4: f64[4, 4] = mm(t_1, mul_0)
+return sum_0, mm_2, mm_4
+"""
+    )
+
+
+def activations_kept(step):
+    return sum(
+        n.meta["val"].nbytes
+        for n in step.computing()
+        if step.phase(n) is Phase.FORWARD
+        and n.target is not torch.ops.aten.t.default
+        and any(step.phase(u) is Phase.BACKWARD for u in n.users if u.op != "output")
+        and n.meta["val"].nbytes >= WIDE
+    )
+
+
+def gelus(layers=4):
+    torch.manual_seed(0)
+    blocks = [m for _ in range(layers) for m in (nn.Linear(32, 32), nn.GELU())]
+    return nn.Sequential(*blocks, nn.Linear(32, 4)).double()
+
+
+def test_what_a_pointwise_operator_made_is_not_kept():
+    step = training_step(gelus(), batch=64)
+    Canonicalize().run(step)
+    assert activations_kept(step) == 8 * WIDE  # each linear's result and each GELU's
+    before, after = check(step, RematerializeFree())
+    assert activations_kept(step) == 4 * WIDE
+    assert after < before
+
+
+def test_random_operators_are_not_drawn_again():
+    def step(p, x):
+        hidden = torch.mm(x, p)
+        dropped = hidden * torch.ops.aten.bernoulli.p(hidden, 0.5)
+        active = dropped.sin()
+        loss = torch.mm(active, active.t()).sum()
+        upstream = torch.ops.aten.expand(seed(loss), (8, 8))
+        return loss, torch.mm(upstream, active) * dropped.cos()
+
+    graph = by_hand(step, ("p", doubles(4, 4)), ("x", doubles(8, 4)))
+    check(graph, RematerializeFree())
+    assert graph.op_counts()["bernoulli.p"] == 1
+
+
+def test_nothing_to_compute_again():
+    step = training_step(mlp(2, 8), width=8)
+    Canonicalize().run(step)
+    text = step.text()
+    check(step, RematerializeFree())
+    assert step.text() == text  # a ReLU's backward reads its result, which is as large
+
+
+def test_refuses_a_graph_without_backward():
+    step = by_hand(lambda x: x.sin().cos(), ("x", doubles(4)))
+    assert "no backward" in RematerializeFree().requires(step)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_loop_keeps_its_numbers(micro_batches):
+    step = training_step(gelus(), batch=64, micro_batches=micro_batches, clip=1.0)
+    check(step, Canonicalize(), RematerializeFree(), slack=64)
