@@ -26,11 +26,15 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model")
+    parser.add_argument("--compare", action="store_true",
+                        help="then measure eager, torch.compile and memopt, each in a process")
+    parser.add_argument("--measure", choices=BACKENDS, help=argparse.SUPPRESS)  # one such process
     return parser
 
 
 def compiled(step: Any, options: argparse.Namespace) -> Any:
     """`step` as `--backend`, `--lowering` and `--budget` ask for it."""
+    options.backend = options.measure or options.backend
     if options.backend == "eager":
         return step
     needs_compiler = options.backend == "inductor" or options.lowering == "inductor"

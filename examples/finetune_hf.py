@@ -7,6 +7,7 @@ import argparse
 import torch
 import transformers
 from common import arguments, compiled, train
+from comparison import compare, measure
 from data import random_batch, shakespeare
 from torch import nn
 
@@ -61,8 +62,13 @@ def main() -> None:
         hidden = torch.rand(tokens.shape, generator=generator) < 0.15
         return tokens.masked_fill(hidden, mask), tokens.masked_fill(~hidden, -100)
 
+    step = compiled(step, options)
+    if options.measure:
+        return measure(step, batch(0), (model, opt), options.measure)
     print(f"{options.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
-    train(compiled(step, options), batch, options.steps)
+    train(step, batch, options.steps)
+    if options.compare:
+        compare()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from common import BACKENDS, arguments, compiled, train
+from common import arguments, compiled, train
 from comparison import compare, measure
 from data import random_batch, shakespeare
 from models import GPT, GPTConfig
@@ -24,9 +24,6 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--compare", action="store_true",
-                        help="then measure eager, torch.compile and memopt, each in a process")
-    parser.add_argument("--measure", choices=BACKENDS, help=argparse.SUPPRESS)  # one such process
     options = parser.parse_args(given)
     if options.quick:
         options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32
@@ -87,11 +84,10 @@ def small():
 
 def measured(options: argparse.Namespace) -> None:
     """What `compare` runs in a process of its own for each backend."""
-    options.backend = options.measure
     ids, _, alphabet = shakespeare()
     model, opt, _, step = prepare(options, len(alphabet))
     batch = random_batch(ids, options.batch, options.sequence, torch.Generator().manual_seed(0))
-    measure(compiled(step, options), batch, (model, opt), options.backend)
+    measure(compiled(step, options), batch, (model, opt), options.measure)
 
 
 if __name__ == "__main__":

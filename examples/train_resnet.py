@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from common import arguments, compiled, train
+from comparison import compare, measure
 from data import fashion_mnist
 from models import ResNet
 
@@ -34,12 +35,17 @@ def main() -> None:
         chosen = batches[i % len(batches)]
         return images[chosen], labels[chosen]
 
+    step = compiled(step, options)
+    if options.measure:
+        return measure(step, batch(0), (model, opt), options.measure)
     print(f"{count:,} images in batches of {size}, the last of {len(batches[-1])}")
-    train(compiled(step, options), batch, options.steps)
+    train(step, batch, options.steps)
     model.eval()
     with torch.no_grad():
         found = torch.cat([model(part).argmax(1) for part in test_images.split(500)])
     print(f"test accuracy {(found == test_labels).float().mean():.3f}")
+    if options.compare:
+        compare()
 
 
 if __name__ == "__main__":

@@ -41,14 +41,12 @@ from memopt_compile.step_graph import (
 )
 from memopt_compile.step_pass import StepPass
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# Fused by Inductor like pointwise operators, but not tagged so.
+# Fused by Inductor like pointwise operators, but not tagged so. By name, because some are only
+# registered once Inductor is imported.
 FUSED = {
-    aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.full.default,
-    aten.full_like.default, aten.arange.start_step, aten.constant_pad_nd.default,
-    aten.scalar_tensor.default, aten.empty.memory_format, prims.convert_element_type.default,
-    prims.iota.default, prims.fma.default, prims.broadcast_in_dim.default,
+    "aten::clone", "aten::_to_copy", "aten::_unsafe_view", "aten::full", "aten::full_like",
+    "aten::arange", "aten::constant_pad_nd", "aten::scalar_tensor", "aten::empty",
+    "prims::convert_element_type", "prims::iota", "prims::fma", "prims::broadcast_in_dim",
 }
 
 
@@ -80,7 +78,7 @@ def fuses(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    return (torch.Tag.pointwise in node.target.tags or node.target in FUSED
+    return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
             or bool(aliased_args(node)))
 
 
