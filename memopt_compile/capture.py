@@ -196,7 +196,16 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         if args[2:]:  # the flags that stood after grad_outputs
             kwargs.update(zip(("retain_graph", "create_graph", "only_inputs", "allow_unused"), args[2:]))
             args = args[:2]
-    result = original(self, tx, *args, **kwargs)
+    try:
+        result = original(self, tx, *args, **kwargs)
+    except compat.Unsupported as error:
+        # Cut in two here, the second half would find no graph to go through; eager knows whether
+        # it may (the first backward freed nothing it needs), and says so if not.
+        if "already consumed" in str(error):
+            _tell(error, "backward() goes through a graph that an earlier one has used up",
+                  "pass retain_graph=True to the earlier one, or add the losses up first")
+            compat.run_in_eager(error)
+        raise
     _notes_of(tx).backwards += 1
     create = kwargs.get("create_graph")
     if create is not None and getattr(create, "value", None):
@@ -260,22 +269,28 @@ def forget() -> None:
     _told.clear()
 
 
+def _tell(error: Any, cause: str, remedy: str) -> None:
+    """Note why the step is not whole, and say so once for each line."""
+    place = compat.break_place(error)
+    if place is None:
+        return
+    file, line, code = place
+    where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
+    _notes.reason = f"{where}: {cause}"
+    if (file, line) not in _told:
+        _told.add((file, line))
+        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
+                    "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
+
+
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
     """One line for each place where a step stops being one graph. After the optimizer has run
     (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
     error = exc if exc is not None else kwargs.get("exc")
-    place = compat.break_place(error)
     counted = _notes_of(self)
-    if place and not (counted.backwards and counted.updates) and not counted.resumed:
-        cause, remedy = compat.break_reason(error)
-        file, line, code = place
-        where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
-        _notes.reason = f"{where}: {cause}"
-        if (file, line) not in _told:
-            _told.add((file, line))
-            log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
-                        "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
+    if not (counted.backwards and counted.updates) and not counted.resumed:
+        _tell(error, *compat.break_reason(error))
     return original(self, code_options, reason, exc, **kwargs)
 
 

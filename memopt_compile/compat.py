@@ -12,7 +12,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch._dynamo import output_graph
-from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, unimplemented
+from torch._dynamo.exc import (
+    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, Unsupported, unimplemented)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -48,6 +49,11 @@ def source_name(source: Any) -> str:
         return ""
     name = source.name
     return name() if callable(name) else name
+
+
+def run_in_eager(error: Exception) -> None:
+    """Leave the frame being traced to Python: nothing of it is compiled."""
+    raise SkipFrame(str(error)) from error
 
 
 def break_graph(what: str, why: str, remedy: str) -> None:

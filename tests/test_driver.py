@@ -235,3 +235,21 @@ def test_import_is_quick():
 
 def test_entry_point_registers_the_backend():
     assert "memopt" in torch._dynamo.list_backends()
+
+
+def test_backward_twice_on_one_graph_is_eagers_own_error(caplog):
+    model = torch.nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        loss.backward()
+        opt.step()
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.compile(step, backend="memopt", options={"lowering": "eager"})(torch.ones(3, 4))
+    (line,) = [r.getMessage() for r in caplog.records if "not captured whole" in r.getMessage()]
+    assert "used up" in line and "retain_graph=True" in line and "test_driver.py" in line
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
