@@ -13,7 +13,9 @@ Rules:
 2. The items of an operator with several results stay with it.
 3. An updated input read in a later piece is read from the input itself.
 4. Seeds of random numbers are drawn between the pieces and handed in, since the position of a
-   seed in the table would make equal layers different. So are results read as Python numbers.
+   seed in the table would make equal layers different. So are results read as Python numbers,
+   and slices of inputs that nothing writes (the micro-batches of a batch): their offsets would
+   make equal micro-batches different, and nobody can tell such a view from a copy.
 5. A step with symbolic sizes, Python numbers inside, operators that hold subgraphs, or writes
    into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
    tensors that stay what they are.
@@ -39,6 +41,7 @@ LONGEST = 400  # operators: above that look for repetition inside, or cut where 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _SEEDS = "prims.inductor_seeds.default"
 _ITEM = "aten._local_scalar_dense.default"
+_SLICED = "slice of an input that nothing writes"
 _HOST = (_SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
 
 
@@ -63,7 +66,18 @@ class Piece:
 def is_host(node: fx.Node) -> bool:
     """Whether the program runs `node` itself, between the pieces (rule 4)."""
     of_a_number = str(node.target) == "aten.scalar_tensor.default" and bool(node.all_input_nodes)
-    return node.op == "call_function" and (str(node.target) in _HOST or of_a_number)
+    return node.op == "call_function" and (
+        str(node.target) in _HOST or of_a_number or _SLICED in node.meta)
+
+
+def mark_slices(step: StepGraph) -> None:
+    """Note which nodes are slices of inputs that nothing writes (rule 4)."""
+    written = {root(a) for n in step.graph.nodes for a in mutated_args(n)}
+    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        # as_strided counts from the start of the storage, which a handed slice does not tell.
+        strided = any(u.target is torch.ops.aten.as_strided.default for u in node.users)
+        if node.args[0].op == "placeholder" and node.args[0] not in written and not strided:
+            node.meta[_SLICED] = True
 
 
 def host_call(node: fx.Node) -> Callable[..., Any]:
@@ -86,7 +100,8 @@ def host_call(node: fx.Node) -> Callable[..., Any]:
 
 
 def is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
+    return (node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
+            and _SLICED not in node.meta)
 
 
 def is_item(node: fx.Node) -> bool:
@@ -262,6 +277,7 @@ def _split(crossing: Callable[[int], np.ndarray], low: int, high: int) -> list[i
 def pieces(step: StepGraph) -> list[Piece]:
     """The step cut at `cut_points`. Every piece hands on what later ones, or the program's
     own operators and results, still read."""
+    mark_slices(step)
     nodes = body(step)
     points = [0, *cut_points(nodes), len(nodes)]
     stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
@@ -310,7 +326,7 @@ def _draft(stretch: list[fx.Node]) -> Draft:
         for source in outer(node):
             if source not in env:
                 env[source] = graph.placeholder(f"a{len(inputs)}")
-                env[source].meta = {"val": source.meta["val"]}
+                env[source].meta = {"val": _handed(source)}
                 inputs.append(source)
 
     def copy(node: fx.Node) -> fx.Node:
@@ -331,6 +347,14 @@ def _draft(stretch: list[fx.Node]) -> Draft:
             if is_item(item):
                 copy(item)
     return inputs, (graph, {n: env[n] for n in env if n in inside})
+
+
+def _handed(node: fx.Node) -> Any:
+    """The value of `node` as a piece gets it: a slice begins where its first element is."""
+    value = node.meta["val"]
+    if _SLICED in node.meta:
+        return value.new_empty_strided(value.shape, value.stride())
+    return value
 
 
 def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, fx.Node]],
@@ -362,8 +386,8 @@ def _render(value: Any, name: Callable[[fx.Node], str]) -> str:
 
 def _meta(value: Any) -> str:
     if isinstance(value, Tensor):
-        return (f"{value.dtype}{list(value.shape)}{list(value.stride())}"
-                f"+{value.storage_offset()}@{value.device}")
+        # Where a view begins follows from its operator's arguments.
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}@{value.device}"
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(map(_meta, value)) + ")"
     return repr(value)

@@ -138,3 +138,31 @@ def test_symbolic_sizes_make_one_piece():
     step = StepGraph(module, ())
     assert not can_cut(step)
     assert one_piece(step).key is None
+
+
+def test_micro_batches_share_their_pieces():
+    """The program slices the batch, so that the offset of a slice makes no piece of its own."""
+    def step(x, w):
+        total = 0.0
+        for start in range(0, 8, 2):
+            part = x[start:start + 2]
+            for _ in range(20):
+                part = torch.mm(part, w).sin()
+            total = total + part.sum()
+        return total
+
+    parts = pieces(traced(step, torch.randn(8, 4), torch.randn(4, 4)))
+    sliced = [p for p in parts if any(n.target is torch.ops.aten.slice.Tensor for n in p.inputs)]
+    assert len(sliced) == 4 and len({p.key for p in sliced[1:]}) == 1
+    assert not any(n.target is torch.ops.aten.slice.Tensor for p in parts
+                   for n in p.module.graph.nodes)
+
+
+def test_slices_of_what_is_written_stay_inside():
+    def step(x):
+        head = x[:2].sin()
+        x.mul_(2)
+        return head + x[2:]
+
+    (part,) = pieces(traced(step, torch.randn(4)))
+    assert [n.op for n in part.inputs] == ["placeholder"]
