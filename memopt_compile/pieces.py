@@ -181,7 +181,7 @@ def sources(node: fx.Node) -> Iterable[fx.Node]:
 def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
     """Positions in `nodes` (a `body`) at which a new piece begins, without 0."""
     known: dict[str, int] = {}
-    labels = np.array([known.setdefault(_label(n), len(known)) for n in nodes], dtype=np.int64)
+    labels = np.array([known.setdefault(label(n), len(known)) for n in nodes], dtype=np.int64)
     place = {n: i for i, n in enumerate(nodes)}
     reads = [(place[owner], i) for i, n in enumerate(nodes)
              for owner in {s.args[0] if is_item(s) else s for s in sources(n)} if owner in place]
@@ -193,7 +193,7 @@ def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
     return sorted(set(_cuts(labels, crossing, 0, len(nodes))) - {0, len(nodes)})
 
 
-def _label(node: fx.Node) -> str:
+def label(node: fx.Node) -> str:
     """What a node does, without which nodes it reads: equal in every layer."""
     shapes = [_meta(a.meta.get("val")) for a in node.all_input_nodes]
     fixed = [_render(a, lambda _: "%") for a in (*node.args, *node.kwargs.items())]
@@ -231,11 +231,12 @@ def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
             *_cuts(labels, crossing, points[turns], high)]
 
 
-def longest_repetition(labels: np.ndarray) -> tuple[int, int, int] | None:
+def longest_repetition(labels: np.ndarray,
+                       shortest: int = SHORTEST) -> tuple[int, int, int] | None:
     """(start, period, length) of the longest stretch that repeats itself at least once, with
-    the shortest period among equally long ones."""
+    the shortest period, from `shortest` on, among equally long ones."""
     best: tuple[int, int, int] | None = None
-    for period in range(SHORTEST, len(labels) // 2 + 1):
+    for period in range(shortest, len(labels) // 2 + 1):
         if best is not None and best[2] == len(labels):
             break
         same = np.concatenate(([0], labels[:-period] == labels[period:], [0])).astype(np.int8)

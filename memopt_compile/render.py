@@ -15,6 +15,7 @@ from .liveness import Timeline, lifetimes
 from .options import format_bytes
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
 from .step_pass import PassRecord
+from .structure import repeats
 
 if TYPE_CHECKING:
     from .records import Compilation
@@ -69,6 +70,7 @@ class Report:
         peak_at: the node that runs then, with its phase and the user's line.
         others: reports of further graphs of the same function.
         folder: where `dump` wrote, None if it was not asked for.
+        repeats: equal stretches of the schedule, such as "6 × forward of a layer (43 operators)".
         largest_difference: relative, of the first step from eager; None without `verify`.
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
 
@@ -90,6 +92,7 @@ class Report:
     peak_at: str | None = None
     others: tuple[Report, ...] = field(default=(), repr=False)
     folder: str | None = None
+    repeats: tuple[str, ...] = ()
     largest_difference: float | None = None
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
@@ -114,6 +117,7 @@ class Report:
             peak_at=_peak_at(step, after) if step and after else None,
             others=tuple(cls.of(each) for each in others),
             folder=str(record.folder) if record.folder else None,
+            repeats=tuple(map(str, repeats(step))) if step and after else (),
             largest_difference=record.largest_difference,
             timelines={label: _points(each) for label, each in lines.items() if each},
         )
@@ -164,6 +168,8 @@ class Report:
         if self.resident_bytes is not None:
             parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
             rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))
+        if self.repeats:
+            rows.append(("repeats", ", ".join(self.repeats[:3])))
         if self.folder:
             rows.append(("dumped to", self.folder))
         return "\n".join(f"  {label:<15}{text}" for label, text in rows)

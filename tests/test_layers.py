@@ -23,7 +23,7 @@ LONGEST = 400  # lines
 LAYERS = [
     {"errors", "options", "compat", "compat_dynamo", "compat_inductor", "compat_trace"},
     {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed"},
-    {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas"},
+    {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas", "structure"},
     {"step_pass"},
     {"passes", "backends"},
     {"capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "verification"},
