@@ -1,6 +1,7 @@
-"""Private torch parts behind reports: the structured log, the profiler's state, Dynamo's first frame.
+"""Private torch parts around tracing and reports: what is traced whole, the structured log, the
+profiler's state, Dynamo's first frame.
 
-Beside `compat`, because none of this takes part in compiling. Checked against torch 2.11 and 2.13.
+Beside `compat`, which is about capture. Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -65,6 +66,27 @@ def raising_after_first_frame(signal: BaseException) -> Iterator[None]:
         raise signal
 
     with mock.patch.object(convert_frame.CatchErrorsWrapper, "__call__", convert):
+        yield
+
+
+@contextlib.contextmanager
+def whole_interpolation() -> Iterator[None]:
+    """Trace interpolation as the one operator that eager runs.
+
+    torch has every such operator split, above autograd, into gathers and arithmetic with an
+    intermediate each, which Inductor fuses again and the eager lowering would hold.
+    """
+    split = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    with contextlib.ExitStack() as stack:
+        for name in dir(torch.ops.aten):
+            if not name.startswith(("upsample", "_upsample")):
+                continue
+            packet = getattr(torch.ops.aten, name)
+            for overload in (getattr(packet, o) for o in packet.overloads()):
+                stack.callback(overload._dispatch_cache.clear)
+                stack.enter_context(mock.patch.object(overload, "py_kernels", {
+                    k: f for k, f in overload.py_kernels.items() if k not in split}))
+                overload._dispatch_cache.clear()
         yield
 
 

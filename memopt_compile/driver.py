@@ -8,6 +8,7 @@ this for `memopt.report`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any, Callable, Mapping, Sequence
 
@@ -104,12 +105,14 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         raise _NotWhole
 
+    eager_lowering = record.lowering == "eager"
     try:
-        run = compat.aot_module_simplified(
-            gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
-            keep_inference_input_mutations=True,
-            decompositions=inductor.decompositions() if record.lowering == "inductor"
-            else compat.loss_decompositions())
+        with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext():
+            run = compat.aot_module_simplified(
+                gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
+                keep_inference_input_mutations=True,
+                decompositions=compat.loss_decompositions() if eager_lowering
+                else inductor.decompositions())
     except Exception as error:
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error
@@ -150,10 +153,10 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
     record.after = timeline(step, workspace)
     if record.lowering == "eager":
         lowered: Callable = eager.lower(step)
-        record.predicted_peak_bytes = compat_trace.hinted(record.after.peak_bytes)
+        record.predicted_peak_bytes = record.after.peak_bytes
     else:
         lowered = inductor.lower(step)
-        record.predicted_peak_bytes = (compat_trace.hinted(record.after.resident_bytes)
+        record.predicted_peak_bytes = (record.after.resident_bytes
                                        + inductor.predicted_transient_peak(lowered))
     record.dump()
     _hold_to_budget(record)
@@ -163,7 +166,7 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
 def _hold_to_budget(record: Compilation) -> None:
     limit = record.budget_bytes()
     if limit is not None and record.predicted_peak_bytes > limit:
-        resident = compat_trace.hinted(record.after.resident_bytes)
+        resident = record.after.resident_bytes
         raise InfeasibleBudget(
             f"the step needs {format_bytes(record.predicted_peak_bytes)} at its peak and the "
             f"budget is {format_bytes(limit)}; {format_bytes(resident)} of that are parameters, "
@@ -183,9 +186,10 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
         pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
-    return compat.aot_module_simplified(
-        gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
-        partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)
+    with compat_trace.whole_interpolation():
+        return compat.aot_module_simplified(
+            gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
+            partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)
 
 
 def _detach_outputs(gm: fx.GraphModule) -> None:

@@ -7,15 +7,14 @@ the peak is the maximum of polynomials; those that another is never below are le
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import sympy
 
 from .compat_trace import hinted
 from .errors import OptionError
-from .liveness import lifetimes, live_bytes, resident_bytes
-from .step_graph import StepGraph
+from .liveness import lifetimes, live_bytes
+from .step_graph import StepGraph, nbytes
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -29,13 +28,11 @@ def peak_formula(step: StepGraph) -> sympy.Expr:
 
     Workspace of library operators is not in it: that is measured for one size, not derived.
     """
-    life = lifetimes(step.graph)
-    life = replace(life, size={n: expression(s) for n, s in life.size.items()},
-                   born={n: expression(s) for n, s in life.born.items()})
+    life = lifetimes(step.graph, expression)
     points = {sympy.expand(p) for p in live_bytes(step.computing(), life)}
     highest = [p for p in points if not any(_never_below(q, p) for q in points if q != p)]
     peak = sympy.Max(*highest) if highest else sympy.Integer(0)
-    return expression(resident_bytes(step)) + peak
+    return sum(nbytes(p.meta.get("val"), expression) for p in step.placeholders) + peak
 
 
 def _never_below(a: sympy.Expr, b: sympy.Expr) -> bool:

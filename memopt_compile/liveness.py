@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 
 from torch import fx
 
+from .compat_trace import hinted
 from .step_graph import Phase, StepGraph, nbytes, storage_roots
 
 Workspace = Callable[[fx.Node], int]
@@ -57,11 +58,6 @@ class Timeline:
         return max(self.points, key=lambda p: p.live_bytes, default=None)
 
 
-def owned_bytes(node: fx.Node) -> int:
-    """Bytes that running `node` allocates for its result (0 for views and in-place writes)."""
-    return nbytes(node.meta.get("val"))
-
-
 @dataclass(frozen=True)
 class Lifetimes:
     """Who owns what: `size` by owner, the owners that each node touches, those that live to
@@ -73,8 +69,8 @@ class Lifetimes:
     born: dict[fx.Node, int]
 
 
-def lifetimes(graph: fx.Graph) -> Lifetimes:
-    """Owners and sizes of every storage that the graph itself allocates.
+def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetimes:
+    """Owners and sizes of every storage that the graph itself allocates (`number`: see `nbytes`).
 
     An item of a tuple owns its storage; what nobody takes from the tuple dies with it, which is
     when the last item has been taken.
@@ -90,7 +86,7 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
             if r not in inputs and r.op != "output")
         if node in inputs or node.op == "output" or roots[node] != {node}:
             continue
-        size[node] = born[node] = owned_bytes(node)
+        size[node] = born[node] = nbytes(node.meta.get("val"), number)
         if node.target is operator.getitem:
             born[node] = 0
             size[node.args[0]] -= size[node]

@@ -42,7 +42,8 @@ def is_random(node: fx.Node) -> bool:
 
 
 def weight(order: list[fx.Node], life: Lifetimes,
-           workspace: Workspace | None = None) -> tuple[int, int]:
-    """How good an order is, smaller first: transient peak in bytes, then bytes over time."""
+           workspace: Workspace | None = None) -> tuple[int, float]:
+    """How good an order is, smaller first: transient peak in bytes, then bytes on average (a sum
+    would count more operators as more bytes)."""
     points = live_bytes(order, life, workspace or no_workspace)
-    return max(points, default=0), sum(points)
+    return max(points, default=0), sum(points) / max(1, len(points))

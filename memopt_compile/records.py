@@ -112,7 +112,7 @@ class Compilation:
         result = run(inputs)
         peak = torch.cuda.max_memory_allocated()
         if peak > earlier and self.after is not None:
-            self.measured_peak_bytes = compat_trace.hinted(self.after.resident_bytes) + peak - held
+            self.measured_peak_bytes = self.after.resident_bytes + peak - held
         return result
 
     def dump(self) -> None:
@@ -132,7 +132,7 @@ class Compilation:
         if self.options.memory_budget is None or self.before is None:
             return None
         return devices.budget_bytes(
-            self.options.memory_budget, compat_trace.hinted(self.before.peak_bytes), self.device
+            self.options.memory_budget, self.before.peak_bytes, self.device
         )
 
     def peak_line(self) -> str | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from . import timeline as drawing
-from .compat_trace import hinted
 from .liveness import Timeline, lifetimes
 from .options import format_bytes
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
@@ -106,10 +105,10 @@ class Report:
             where=record.where,
             lowering=record.lowering,
             reason=record.reason,
-            predicted_peak_bytes=hinted(record.predicted_peak_bytes),
+            predicted_peak_bytes=record.predicted_peak_bytes,
             measured_peak_bytes=record.measured_peak_bytes,
-            resident_bytes=hinted(after.resident_bytes) if after else None,
-            before_peak_bytes=hinted(record.before.peak_bytes) if record.before else None,
+            resident_bytes=after.resident_bytes if after else None,
+            before_peak_bytes=record.before.peak_bytes if record.before else None,
             budget_bytes=record.budget_bytes(),
             inputs=input_bytes(step) if step else {},
             passes=tuple(record.passes),
@@ -197,7 +196,7 @@ def input_bytes(step: StepGraph) -> dict[str, int]:
     """Bytes of the step's inputs by role."""
     sizes = dict.fromkeys(ROLES.values(), 0)
     for given in step.inputs:
-        sizes[ROLES[given.role]] += hinted(given.nbytes)
+        sizes[ROLES[given.role]] += given.nbytes
     return sizes
 
 
@@ -207,12 +206,12 @@ def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
     names = short_names(step)
     gradients = {root for node in step.gradients for root in roots[node]}
     order = [point.node for point in timeline.points]
-    sizes = [hinted(point.live_bytes) for point in timeline.points]
+    sizes = [point.live_bytes for point in timeline.points]
     at = sizes.index(max(sizes)) if sizes else -1
     needed = set(life.kept).union(*(life.touched[node] for node in order[at:]))
     alive = [node for node in order[: at + 1] if node in needed and life.size.get(node)]
     found = [
-        LiveTensor(hinted(life.size[node]), names[node], describe(node), step.phase(node).value,
+        LiveTensor(life.size[node], names[node], describe(node), step.phase(node).value,
                    _role(node in gradients, step.phase(node)), source_line(node))
         for node in alive
     ]
@@ -234,12 +233,12 @@ def _peak_at(step: StepGraph, timeline: Timeline) -> str | None:
 
 
 def _points(timeline: Timeline) -> list[tuple[int, int]]:
-    return [(i, hinted(timeline.resident_bytes + point.live_bytes))
+    return [(i, timeline.resident_bytes + point.live_bytes)
             for i, point in enumerate(timeline.points)]
 
 
 def _pass_row(record: PassRecord, resident: int) -> list[str]:
-    before, after = hinted(record.peak_before), hinted(record.peak_after)
+    before, after = record.peak_before, record.peak_after
     changes = sorted(record.op_changes, key=lambda change: -abs(change[1]))
     count = sum(change for _, change in changes)
     operators = f"{count:+d}: " + ", ".join(f"{name} {change:+d}" for name, change in changes)

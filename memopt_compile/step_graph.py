@@ -11,11 +11,12 @@ import enum
 import operator
 import re
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor, fx
 
+from .compat_trace import hinted
 from .errors import VerifyError
 
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
@@ -295,13 +296,22 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def nbytes(value: Any) -> int:
-    """Bytes of the storage behind a tensor value (nests are summed); 0 for numbers."""
+def nbytes(value: Any, number: Callable[[Any], Any] = hinted) -> Any:
+    """Bytes of the storage behind a tensor value (nests are summed); 0 for numbers.
+
+    An int, if a size is symbolic the one of this capture, since comparing symbols would tie the
+    graph to them; with another `number` what that makes of the size.
+    """
     if isinstance(value, Tensor):
         # A sparse tensor has no storage of its own; what it holds depends on the data.
-        return value.untyped_storage().nbytes() if value.layout is torch.strided else 0
+        return number(value.untyped_storage().nbytes() if value.layout is torch.strided else 0)
     if isinstance(value, (tuple, list)):
-        return sum(nbytes(v) for v in value)
+        return sum(nbytes(v, number) for v in value)
     return 0
+
+
+def same_bytes(a: fx.Node, b: fx.Node) -> bool:
+    """Whether the storages of two values are as large as each other whatever the symbols are."""
+    return nbytes(a.meta.get("val"), str) == nbytes(b.meta.get("val"), str)
 
 

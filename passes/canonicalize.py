@@ -35,7 +35,7 @@ from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,
     mutated_args,
-    nbytes,
+    same_bytes,
     storage_roots,
 )
 from memopt_compile.step_pass import StepPass
@@ -258,9 +258,7 @@ class _Storages:
         (root,) = self.roots[source]
         aliases = self.members[copy]
         given = root.op in ("placeholder", "get_attr")
-        if not given and (
-            root in self.writers or nbytes(source.meta["val"]) != nbytes(copy.meta["val"])
-        ):
+        if not given and (root in self.writers or not same_bytes(source, copy)):
             return False
         if aliases & self.returned and (given or self.members[root] & self.returned):
             return False  # results share a storage neither with an input nor with each other

@@ -16,7 +16,8 @@ Before:  h = addmm(..); a = gelu(h); ...      | backward: mm(dy, a); gelu'(dy, h
 After:   h = addmm(..); a = gelu(h); ...      | backward: a' = gelu(h); mm(dy, a'); gelu'(dy, h)
 
 Memory: `a` dies in forward. Numbers: bit for bit the same operators on the same values. The
-rewrite is taken back if it raises the predicted peak, or saves no bytes over time.
+rewrite is taken back if it raises the predicted peak, or at an equal one the bytes on average:
+as captured, the peak is often the pile of gradients at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from memopt_compile.liveness import Workspace, lifetimes, owned_bytes
+from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import weight
 from memopt_compile.step_graph import (
     OPERATOR,
@@ -37,6 +38,7 @@ from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,
     mutated_args,
+    nbytes,
     storage_roots,
 )
 from memopt_compile.step_pass import StepPass
@@ -68,7 +70,7 @@ class RematerializeFree(StepPass):
                 step.erase(again)
 
 
-def _weight(step: StepGraph, workspace: Workspace | None) -> tuple[int, int]:
+def _weight(step: StepGraph, workspace: Workspace | None) -> tuple[int, float]:
     return weight(list(step.computing()), lifetimes(step.graph), workspace)
 
 
@@ -95,7 +97,7 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
         view = bool(aliased_args(node))
         again = fuses(node) and not (roots[node] & overwritten) and not any(
             roots[a] & overwritten for a in node.all_input_nodes)
-        keep = None if view and again else 0 if roots[node] <= results else owned_bytes(node)
+        keep = None if view and again else 0 if roots[node] <= results else nbytes(node.meta.get("val"))
         _edge(network, (node, "made"), (node, "kept"), keep)
         if again:  # rule 2
             for operand in node.all_input_nodes:
@@ -109,11 +111,11 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     return {n for n in forward if fuses(n) and (n, "made") in behind}
 
 
-def _edge(network: nx.DiGraph, tail: Any, head: Any, nbytes: int | None) -> None:
-    if nbytes is None:
+def _edge(network: nx.DiGraph, tail: Any, head: Any, size: int | None) -> None:
+    if size is None:
         network.add_edge(tail, head)  # no capacity: can never be cut
     else:
-        network.add_edge(tail, head, capacity=int(nbytes))
+        network.add_edge(tail, head, capacity=size)
 
 
 def _nearest_cut(network: nx.DiGraph) -> set[Any]:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.step_graph import StepGraph, mutated_args, nbytes, op_name, storage_roots
+from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten
@@ -206,9 +206,7 @@ class _Buffers:
         if root.op == "get_attr" or root.target is operator.getitem:
             return False  # a tuple's storages live as one in the memory model
         same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])
-        if any(_geometry(a) != _geometry(node) for a in same) or (
-            nbytes(buffer.meta["val"]) != nbytes(node.meta["val"])
-        ):
+        if any(_geometry(a) != _geometry(node) for a in same) or not same_bytes(buffer, node):
             return False  # rule 3
         now = self.position[node]
         if root.op != "placeholder":

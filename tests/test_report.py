@@ -343,12 +343,9 @@ def test_pass_table():
     assert ["compress", "2.00 MiB", "2.00 MiB", "0 B", "0.00", "not run: not asked for"] in rows
 
 
-
-
 # --------------------------------------------------------------------------- the page about it
 
 
-@pytest.mark.xfail(raises=TypeError, reason="memopt.report is the module once driver is loaded")
 def test_the_page_runs(tmp_path, capsys):
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     assert blocks

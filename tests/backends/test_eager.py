@@ -1,7 +1,10 @@
 """What the eager lowering does beyond running operators in order."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from memopt_compile import records
 
 from memopt_compile.backends.eager import in_layout
 
@@ -42,3 +45,26 @@ def test_batch_norm_of_a_transposed_tensor():
     compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"}, fullgraph=True)
     got = [compiled(x).item() for _ in range(3)]
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=0)
+
+
+def test_interpolation_is_one_operator():
+    """torch splits it, for every compiler that fuses the parts again."""
+    parameter = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    opt = torch.optim.SGD([parameter], lr=0.1)
+
+    def step():
+        loss = F.interpolate(parameter, scale_factor=2, mode="bilinear").square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    start = parameter.detach().clone()
+    expected = [step().item() for _ in range(3)]
+    parameter.data.copy_(start)
+    splits = dict(torch.ops.aten.upsample_bilinear2d.vec.py_kernels)
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"}, fullgraph=True)
+    torch.testing.assert_close([compiled().item() for _ in range(3)], expected, rtol=1e-12, atol=0)
+    counts = records.compilations(step.__code__)[-1].step.op_counts()
+    assert counts["upsample_bilinear2d"] == counts["upsample_bilinear2d_backward"] == 1
+    assert dict(torch.ops.aten.upsample_bilinear2d.vec.py_kernels) == splits
