@@ -11,11 +11,13 @@ import re
 from typing import Any, Callable, Iterator
 
 import torch
+from torch._dynamo import output_graph
 from torch._dynamo.exc import (
-    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, unimplemented)
+    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, Unsupported, unimplemented)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
