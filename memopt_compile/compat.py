@@ -33,12 +33,12 @@ from torch.optim.radam import _single_tensor_radam as single_tensor_radam
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
-    "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
-    "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
-    "TracingContext", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
+    "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "ConstantVariable",
+    "FakeTensor", "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
+    "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
-    "detect_fake_mode",
-    "input_descriptor_index", "output_targets", "single_tensor_adafactor", "single_tensor_asgd", "single_tensor_radam",
+    "detect_fake_mode", "input_descriptor_index", "output_graph", "output_targets",
+    "single_tensor_adafactor", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
 ]
 
