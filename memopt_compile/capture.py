@@ -21,12 +21,12 @@ import contextlib
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import compat, compat_dynamo, optimizer_capture
+from . import compat, compat_dynamo, loop_capture, optimizer_capture
 
 log = logging.getLogger("memopt_compile")
 
@@ -61,6 +61,19 @@ class Notes:
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
     numbers: dict[Any, Any] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
+    loops: list[loop_capture.Loop] = field(default_factory=list)
+    unroll: bool = False
+
+    @property
+    def shortened(self) -> int:
+        """How many loops over micro-batches are in the trace with four iterations only."""
+        return sum(loop.shortened for loop in self.loops)
+
+    def trace_again(self, why: object) -> NoReturn:
+        """Have Dynamo trace the frame anew with every loop unrolled."""
+        log.info("%s: loop over micro-batches traced whole: %s", self.where, why)
+        self.unroll = True
+        compat.restart(self.trace, str(why))
 
 
 _notes = Notes()
@@ -74,7 +87,8 @@ def notes() -> Notes:
 def _notes_of(tx: Any) -> Notes:
     """The same, counting afresh each time that Dynamo begins the frame again."""
     if _notes.trace is not tx.output:
-        _notes.trace, _notes.backwards, _notes.updates, _notes.optimizers = tx.output, 0, 0, []
+        _notes.trace, _notes.backwards, _notes.updates = tx.output, 0, 0
+        _notes.optimizers, _notes.loops = [], []
     return _notes
 
 
@@ -301,11 +315,23 @@ _FORMS: dict[Any, Callable] = {}
 PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
 
 
+MICRO_BATCHES = ("memopt_compile.api", "micro_batches")
+
+
+def _next_item(original: Callable, self: Any, tx: Any) -> Any:
+    notes = _notes_of(tx)
+    return loop_capture.next_item([] if notes.unroll else notes.loops, original, self, tx)
+
+
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if (self.fn.__module__, self.fn.__name__) in PREPARATIONS:
         given = [compat.object_behind(a) for a in args]
         if not kwargs and all(isinstance(g, torch.nn.Module) for g in given):
             return compat.VariableTracker.build(tx, self.fn(*given))
+    if (self.fn.__module__, self.fn.__name__) == MICRO_BATCHES:
+        chunks = original(self, tx, args, kwargs)
+        _notes_of(tx).loops.append(loop_capture.Loop(chunks.items))
+        return chunks
     form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
@@ -350,6 +376,7 @@ def scope(code: Any = None) -> Iterator[Notes]:
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
             call_logger=_call_logger, compare=_compare, log_graph_break=_log_graph_break,
+            next_item=_next_item,
         ):
             yield _notes
     finally:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 from torch._dynamo import output_graph
 from torch._dynamo.exc import (
-    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, Unsupported, unimplemented)
+    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis,
+    Unsupported, unimplemented)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
@@ -33,8 +33,8 @@ from torch.optim.radam import _single_tensor_radam as single_tensor_radam
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
-    "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "ConstantVariable",
-    "FakeTensor", "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
+    "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
+    "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
     "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
     "detect_fake_mode", "input_descriptor_index", "output_graph", "output_targets",
@@ -54,6 +54,14 @@ def source_name(source: Any) -> str:
 def run_in_eager(error: Exception) -> None:
     """Leave the frame being traced to Python: nothing of it is compiled."""
     raise SkipFrame(str(error)) from error
+
+
+def restart(output: Any, why: str) -> NoReturn:
+    """From a backend: trace the frame of `output` again, from nothing."""
+    output.root_tx.speculation_log.clear()
+    TensorifyState.clear()
+    # Of Dynamo's restarts the one that it lets a backend ask for.
+    raise TensorifyScalarRestartAnalysis(restart_reason=why)
 
 
 def break_graph(what: str, why: str, remedy: str) -> None:

@@ -19,6 +19,7 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -73,6 +74,7 @@ def tracing_scope(
     call_logger: Callable,
     compare: Callable,
     log_graph_break: Callable,
+    next_item: Callable,
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
@@ -129,6 +131,8 @@ def tracing_scope(
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
                       if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
+        replaced(ListIteratorVariable, "tp_iternext_impl" if "tp_iternext_impl" in vars(
+            ListIteratorVariable) else "next_variable", next_item),  # 2.13, 2.11
         mock.patch.dict(compare_op_handlers, {
             symbol: functools.partial(compare, compare_op_handlers[symbol], function)
             for symbol, function in COMPARISONS.items()}),

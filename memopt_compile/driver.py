@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from . import build, capture, compat, compat_trace, pipelines
+from . import build, capture, compat, compat_trace, loops, pipelines
 from .backends import eager, inductor
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, MemoptError, OptionError
@@ -60,6 +60,8 @@ def _raiser(error: MemoptError) -> Callable:
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable:
     notes = capture.notes()
     kind = "step" if _differentiates(gm) else "model"
+    if notes.shortened and (kind == "model" or opts.verify):
+        notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = opts.lowering
     if lowering == "inductor" and not inductor.compiler_available(_device(example_inputs)):
         lowering = "eager"
@@ -100,6 +102,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if record.lowering == "inductor":
             module = inductor.prepare(module)
+        if loops.complete(module.graph) < notes.shortened:
+            raise loops.Unlike("no iteration reads its chunk")
         return _lower(build.step_graph(module, origin), record)
 
     def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -114,6 +118,9 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                 decompositions=compat.loss_decompositions() if eager_lowering
                 else inductor.decompositions())
     except Exception as error:
+        unlike = _cause(error, loops.Unlike)
+        if unlike or notes.shortened and _caused_by(error, _NotWhole):
+            notes.trace_again(unlike or "the step is not whole")
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error
         record.kind, record.reason = "ordinary", "the step changes a tensor that autograd still follows"

@@ -10,6 +10,8 @@ Safe orders are those in which
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import fx
 
@@ -42,8 +44,13 @@ def is_random(node: fx.Node) -> bool:
 
 
 def weight(order: list[fx.Node], life: Lifetimes,
-           workspace: Workspace | None = None) -> tuple[int, float]:
-    """How good an order is, smaller first: transient peak in bytes, then bytes on average (a sum
-    would count more operators as more bytes)."""
+           workspace: Workspace | None = None,
+           uncounted: Container[fx.Node] = ()) -> tuple[int, int]:
+    """How good an order is, smaller first: transient peak in bytes, then bytes over time.
+
+    A pass that has added operators leaves them `uncounted` in the latter: each is a moment more,
+    whatever they save.
+    """
     points = live_bytes(order, life, workspace or no_workspace)
-    return max(points, default=0), sum(points) / max(1, len(points))
+    return max(points, default=0), sum(
+        live for node, live in zip(order, points) if node not in uncounted)

@@ -65,7 +65,7 @@ class ChannelsLast(StepPass):
             conversion.take_back()
 
 
-def _weight(step: StepGraph, workspace: Workspace | None) -> tuple[int, float]:
+def _weight(step: StepGraph, workspace: Workspace | None) -> tuple[int, int]:
     return weight(list(step.computing()), lifetimes(step.graph), workspace)
 
 

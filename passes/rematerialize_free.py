@@ -16,13 +16,13 @@ Before:  h = addmm(..); a = gelu(h); ...      | backward: mm(dy, a); gelu'(dy, h
 After:   h = addmm(..); a = gelu(h); ...      | backward: a' = gelu(h); mm(dy, a'); gelu'(dy, h)
 
 Memory: `a` dies in forward. Numbers: bit for bit the same operators on the same values. The
-rewrite is taken back if it raises the predicted peak, or at an equal one the bytes on average:
-as captured, the peak is often the pile of gradients at the end.
+rewrite is taken back if it raises the predicted peak, or at an equal one the bytes over time: as
+captured, the peak is often the pile of gradients at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,14 +64,15 @@ class RematerializeFree(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         before = _weight(step, costs)
         copies = recompute(step, values_to_recompute(step))
-        if copies and _weight(step, costs) >= before:
+        if copies and _weight(step, costs, copies) >= before:
             for again, original in reversed(copies.items()):
                 again.replace_all_uses_with(original)
                 step.erase(again)
 
 
-def _weight(step: StepGraph, workspace: Workspace | None) -> tuple[int, float]:
-    return weight(list(step.computing()), lifetimes(step.graph), workspace)
+def _weight(step: StepGraph, workspace: Workspace | None,
+            uncounted: Container[fx.Node] = ()) -> tuple[int, int]:
+    return weight(list(step.computing()), lifetimes(step.graph), workspace, uncounted)
 
 
 def fuses(node: fx.Node) -> bool:

@@ -1,0 +1,87 @@
+"""What Python would remember from one iteration of a loop to the next, as Dynamo tracks it.
+
+Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting, ValueMutationExisting, VariableTracker)
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+
+# Of a variable, what says where it came from and not what it is.
+_NOT_STATE = {"source", "mutation_type", "guards", "proxy", "parents_tracker", "user_code_variable"}
+
+
+def for_loop_asks(tx: Any, iterator: Any) -> bool:
+    """Whether it is a ``for`` statement over `iterator` itself that wants its next item."""
+    return (tx.current_instruction.opname == "FOR_ITER" and bool(tx.stack)
+            and tx.stack[-1] is iterator)
+
+
+def python_state(tx: Any, but: Any) -> tuple:
+    """Everything that the code still to be traced could see, in a form that compares by value.
+
+    Locals and stacks of the frames being traced, and the objects from outside that they have
+    changed; `but` is left out. A tensor is its dtype, shape and need of a gradient, and is told
+    from other tensors but not from the one that has its place in another state: between two equal
+    states only the numbers in tensors can differ.
+    """
+    seen: dict[int, int] = {id(but): 0}
+    effects = tx.output.side_effects
+    keep: list[Any] = []  # what is looked up by `id` must not be freed meanwhile
+
+    def state(value: Any) -> Any:
+        if isinstance(value, LazyVariableTracker):
+            if not value.is_realized():
+                return "lazy", str(value.source or "")
+            value = value.realize()
+        if value is None or isinstance(value, int | float | str | bytes | complex):
+            return type(value).__name__, value
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return "symbol", str(value)
+        if id(value) in seen:
+            return "again", seen[id(value)]
+        seen[id(value)] = len(seen)
+        keep.append(value)
+        if isinstance(value, TensorVariable):
+            fake = value.as_proxy().node.meta.get("example_value")
+            return ("tensor", type(fake).__name__, str(getattr(fake, "dtype", "")),
+                    str(getattr(fake, "shape", "")), getattr(fake, "requires_grad", False),
+                    getattr(fake, "grad_fn", None) is None, attributes(value))
+        if isinstance(value, torch.fx.Proxy | torch.fx.Node | torch.Tensor):
+            return "graph value"
+        if isinstance(value, dict):
+            return "dict", tuple((state(k), state(v)) for k, v in value.items())
+        if isinstance(value, list | tuple):
+            return type(value).__name__, tuple(map(state, value))
+        if isinstance(value, InstructionTranslatorBase):
+            return "frame", value.instruction_pointer, frame(value)
+        if type(value).__module__.startswith("torch._dynamo"):
+            content = sorted((k, v) for k, v in getattr(value, "__dict__", {}).items()
+                             if k not in _NOT_STATE)
+            return (type(value).__name__, tuple((k, state(v)) for k, v in content),
+                    attributes(value))
+        return "object", id(value)
+
+    def attributes(value: Any) -> Any:
+        changed = effects.store_attr_mutations.get(value) if isinstance(
+            value, VariableTracker) else None
+        return state(changed) if changed else None
+
+    def frame(one: Any) -> tuple:
+        return state(dict(one.symbolic_locals)), state(list(one.stack))
+
+    frames = []
+    while tx is not None:
+        frames.append(frame(tx))
+        root, tx = tx, getattr(tx, "parent", None)
+    outside = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations)
+               if isinstance(v, VariableTracker) and isinstance(
+                   v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
+    return tuple(frames), tuple(map(state, outside)), len(getattr(root, "random_calls", ()))
