@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from . import build, capture, compat, compat_trace, loops, pipelines
+from . import build, capture, compat, compat_trace, loop_capture, loops, pipelines
 from .backends import eager, inductor
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, MemoptError, OptionError
@@ -90,7 +90,10 @@ def _kind_line(kind: str, notes: capture.Notes) -> str:
     if kind == "model":
         return "model mode (no backward in the graph): activations only"
     names = ", ".join(sorted({type(o).__name__ for o in notes.optimizers})) or "no optimizer"
-    return f"whole-step mode: {notes.backwards} backward(s), {names}, in one graph"
+    traced = f"{notes.backwards} backward(s)" + "".join(
+        f", {loop_capture.TRACED} of {len(loop.chunks)} micro-batches" for loop in notes.loops
+        if loop.shortened)
+    return f"whole-step mode: traced {traced}, {names}, in one graph"
 
 
 def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation,

@@ -102,15 +102,15 @@ def live_bytes(order: Iterable[fx.Node], life: Lifetimes,
     for i, node in enumerate(order):
         for root in life.touched[node]:
             last[root] = i
-    dying: list[list[fx.Node]] = [[] for _ in order]
+    freed: list[Any] = [0] * len(order)
     for root, i in last.items():
         if root not in life.kept:
-            dying[i].append(root)
+            freed[i] += life.size.get(root, 0)
     live, points = 0, []
-    for i, node in enumerate(order):
+    for node, dead in zip(order, freed):
         live += life.born.get(node, 0)
         points.append(live + workspace(node))
-        live -= sum(life.size.get(root, 0) for root in dying[i])
+        live -= dead
     return points
 
 

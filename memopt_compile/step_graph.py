@@ -8,6 +8,7 @@ that capture left are gone. Nothing about a decision is kept in ``node.meta``.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import re
 from dataclasses import dataclass, field
@@ -224,19 +225,12 @@ UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
                     "aten::unsafe_chunk", "aten::_reshape_alias"}
 
 
+Places = tuple[tuple[int, str], ...]
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage `node` writes into."""
-    if not isinstance(node.target, OPERATOR):
-        return []
-    written = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-            if isinstance(value, fx.Node):
-                written.append(value)
-            elif isinstance(value, (list, tuple)):
-                written += [v for v in value if isinstance(v, fx.Node)]
-    return written
+    return _operands(node, _written(node.target)) if isinstance(node.target, OPERATOR) else []
 
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:
@@ -244,21 +238,35 @@ def aliased_args(node: fx.Node) -> list[fx.Node]:
     if node.target is operator.getitem:
         source = node.args[0]
         return aliased_args(source) if isinstance(source, fx.Node) else []
-    if not isinstance(node.target, OPERATOR):
-        return []
-    schema = node.target._schema
-    returned = set().union(*[r.alias_info.before_set for r in schema.returns
-                             if r.alias_info is not None]) if schema.returns else set()
-    shared = []
-    for i, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        # "*" is how `split` and `unbind` say that their list holds views of the argument.
-        if info is not None and (info.before_set & returned or "*" in info.after_set) or (
-                i == 0 and schema.name in UNDECLARED_VIEWS):
-            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value])
-                       if isinstance(v, fx.Node)]
-    return shared
+    return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
+
+
+@functools.cache
+def _written(target: Any) -> Places:
+    return tuple((i, argument.name) for i, argument in enumerate(target._schema.arguments)
+                 if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+@functools.cache
+def _shared(target: Any) -> Places:
+    schema = target._schema
+    returned = set().union(*(r.alias_info.before_set for r in schema.returns
+                             if r.alias_info is not None))
+    # "*" is how `split` and `unbind` say that their list holds views of the argument.
+    return tuple(
+        (i, argument.name) for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and (
+            argument.alias_info.before_set & returned or "*" in argument.alias_info.after_set)
+        or i == 0 and schema.name in UNDECLARED_VIEWS)
+
+
+def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for i, name in places:
+        value = node.kwargs.get(name, node.args[i] if i < len(node.args) else None)
+        found += [v for v in (value if isinstance(value, list | tuple) else (value,))
+                  if isinstance(v, fx.Node)]
+    return found
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

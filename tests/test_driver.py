@@ -187,7 +187,7 @@ def test_says_which_mode_it_runs_in(caplog):
     with caplog.at_level(logging.INFO, "memopt_compile"):
         _, step, batch = training()
         step(*batch)
-    assert sum("whole-step mode: 1 backward(s), AdamW" in r.message for r in caplog.records) == 1
+    assert sum("whole-step mode: traced 1 backward(s), AdamW" in r.message for r in caplog.records) == 1
 
 
 IMPORT = """
