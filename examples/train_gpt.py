@@ -2,7 +2,8 @@
 
     python examples/train_gpt.py --compare
 
-The step below is ordinary PyTorch; `compiled` in common.py is the only place that knows memopt.
+The step below is ordinary PyTorch; `compiled` in common.py is the only place that
+knows memopt; `memopt.micro_batches` works without it too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from comparison import compare, measure
 from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
+import memopt_compile as memopt
+
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = arguments("Train a character GPT on Shakespeare's plays.", steps=200)
@@ -24,6 +27,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--micro-batches", type=int, default=1,
+                        help="chunks of the batch whose gradients are added up before the update")
     options = parser.parse_args(given)
     if options.quick:
         options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32
@@ -51,7 +56,17 @@ def prepare(options: argparse.Namespace, vocabulary: int):
         opt.zero_grad()
         return loss
 
-    return model, opt, schedule, step
+    def accumulating_step(tokens, targets):
+        total = 0.0
+        for xs, ys in memopt.micro_batches(options.micro_batches, tokens, targets):
+            loss = F.cross_entropy(model(xs).flatten(0, 1), ys.flatten()) / options.micro_batches
+            loss.backward()
+            total = total + loss.detach()
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    return model, opt, schedule, step if options.micro_batches == 1 else accumulating_step
 
 
 def run(options: argparse.Namespace) -> None:

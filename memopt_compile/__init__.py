@@ -17,8 +17,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import compile, explain, micro_batches, report
-    from .errors import (CaptureError, InfeasibleBudget, MemoptError, NumericsError, OptionError,
-                         PassError, VerifyError)
+    from .errors import (
+        CaptureError,
+        InfeasibleBudget,
+        MemoptError,
+        NumericsError,
+        OptionError,
+        PassError,
+        VerifyError,
+    )
     from .measure import measure
     from .options import Options
     from .timeline import draw

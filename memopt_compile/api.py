@@ -24,7 +24,9 @@ def micro_batches(n: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The mini-batch in `n` chunks along the first dimension, to loop over inside the step.
 
     Every tensor is cut alike; where the batch does not divide by `n` the first chunks are one
-    sample longer. Divide the loss by `n` (or weigh it by its share of samples) so that the
+    sample longer. A ``for`` statement over the result compiles in a time that hardly grows with
+    `n`, as long as the loop keeps nothing but tensors from one iteration to the next: a counter
+    (``enumerate`` too) or a list that grows has every iteration traced. Divide the loss by `n` (or weigh it by its share of samples) so that the
     accumulated gradient is that of the whole batch.
 
     Raises:

@@ -234,13 +234,15 @@ def _validate_outputs(original: Callable, self: Any, rv: Any, tx: Any) -> None:
     consumed = self.autograd_grad_consumed_grad_fns
     if not consumed:
         return
+    leaked = []
     for variable in rv:
         fake = compat.fake_value(variable) if isinstance(variable, compat.TensorVariable) else None
         if fake is None or not fake.requires_grad or fake.grad_fn is None:
             continue
         if not (compat.output_graph.collect_reachable_grad_fns([(fake, None)]) & consumed):
-            tx.speculation_log.autograd_grad_leaked_tensors.append(variable.as_proxy().node.name)
-    if tx.speculation_log.autograd_grad_leaked_tensors:
+            leaked.append(variable.as_proxy().node.name)
+    if leaked:
+        tx.speculation_log.autograd_grad_leaked_tensors = leaked  # named in the reason by 2.13
         tx.speculation_log.graph_break_on_autograd_grad = True
         raise compat.AutogradGradRestartAnalysis(
             restart_reason="the step returns a tensor that is still differentiable")

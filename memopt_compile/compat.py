@@ -13,8 +13,13 @@ from typing import Any, Callable, Iterator, NoReturn
 import torch
 from torch._dynamo import output_graph
 from torch._dynamo.exc import (
-    AutogradGradRestartAnalysis, BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis,
-    Unsupported, unimplemented)
+    AutogradGradRestartAnalysis,
+    BackendCompilerFailed,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+    unimplemented,
+)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder

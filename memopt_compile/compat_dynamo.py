@@ -15,7 +15,10 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.symbolic_convert import (
-    InstructionTranslator, InstructionTranslatorBase, compare_op_handlers)
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    compare_op_handlers,
+)
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable

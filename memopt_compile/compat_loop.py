@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import (
-    AttributeMutationExisting, ValueMutationExisting, VariableTracker)
+    AttributeMutationExisting,
+    ValueMutationExisting,
+    VariableTracker,
+)
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -45,6 +49,8 @@ def python_state(tx: Any, but: Any) -> tuple:
             return type(value).__name__, value
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return "symbol", str(value)
+        if isinstance(value, ConstantVariable):
+            return "constant", state(value.value)  # shared or not as it happens
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)

@@ -18,6 +18,7 @@ After:   .. g2 = g1 + grad(x2); g3 = g2 + grad(x3); g4 = g3 + grad(x4); g = g4 +
 from __future__ import annotations
 
 import operator
+
 import torch
 from torch import fx
 

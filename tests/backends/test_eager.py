@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from memopt_compile import records
-
 from memopt_compile.backends.eager import in_layout
 
 

@@ -149,11 +149,11 @@ def remembering(model, opt, x, y):
 
 
 def on_an_object(model, opt, x, y):
-    opt.batches = 0
+    model.batches = 0
     for xs, ys in memopt.micro_batches(N, x, y):
         total = loss_of(model, xs, ys)
-        opt.batches += 1
-    return total * opt.batches
+        model.batches += 1
+    return total * model.batches
 
 
 def two_back(model, opt, x, y):
