@@ -209,6 +209,11 @@ def changes(builder: Any, value: float) -> bool:
     return entry.scalar is auto_dynamic
 
 
+class NumberVariable(TensorVariable):
+    """A number of the user's as a tensor. Of a type of its own, since Dynamo takes two plain tensor
+    variables for one whose Python objects are the same, and two 0.1 often are."""
+
+
 def number_input(builder: Any, value: float) -> Any:
     """A Python float of the user as a 0-dim float64 graph input.
 
@@ -227,7 +232,7 @@ def number_input(builder: Any, value: float) -> Any:
         proxy = builder.tx.output.root_tracer.create_graph_input(
             re.sub(r"[^a-zA-Z0-9]+", "_", builder.name), type(tensor), fake, source=source)
         known[builder.name] = wrap_fx_proxy_cls(
-            TensorVariable, tx=builder.tx, proxy=proxy, example_value=fake, subclass_type=None)
+            NumberVariable, tx=builder.tx, proxy=proxy, example_value=fake, subclass_type=None)
         proxy.node.meta["grapharg"] = GraphArg(
             source, tensor, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False,
             example_strong_ref=tensor)

@@ -28,6 +28,8 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from .compat import NumberVariable
+
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
 
@@ -117,6 +119,13 @@ def tracing_scope(
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         return autograd_grad(original_grad, self, *args, **kwargs)
 
+    original_is_tensor = handlers[torch.is_tensor]
+
+    def handle_is_tensor(self: Any, tx: Any, value: Any) -> Any:
+        if isinstance(value.realize(), NumberVariable):
+            return ConstantVariable.create(False)  # the user's is none
+        return original_is_tensor(self, tx, value)
+
     def handle_check(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
@@ -140,6 +149,7 @@ def tracing_scope(
             symbol: functools.partial(compare, compare_op_handlers[symbol], function)
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
+                                   torch.is_tensor: handle_is_tensor,
                                    torch._check_tensor_all: handle_check}),
     ):
         yield

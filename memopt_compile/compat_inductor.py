@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +49,26 @@ def has_cpp_compiler() -> bool:
 def joint_graph_passes(module: fx.GraphModule) -> fx.GraphModule:
     """Inductor's rewrites of a graph that is still ATen: patterns, constants, random numbers."""
     values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
-    with V.set_fake_mode(_fake_mode(values)):
+    mode = _fake_mode(values)
+    with V.set_fake_mode(mode), _no_guards_on_constants(mode.shape_env):
         return _recursive_joint_graph_passes(module)
+
+
+@contextlib.contextmanager
+def _no_guards_on_constants(shapes: Any) -> Iterator[None]:
+    """Undo what matching a pattern leaves in the step's guards.
+
+    To try attention whose scores are divided by an integer, the matcher makes a symbol of it. It
+    has no place among the inputs, and Dynamo then fails on the guard (torch 2.13, for any backend).
+    """
+    if shapes is None:
+        yield
+        return
+    values = getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val
+    known, guards = set(values), len(shapes.guards)
+    yield
+    made = set(getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val) - known
+    shapes.guards[guards:] = [g for g in shapes.guards[guards:] if not g.expr.free_symbols & made]
 
 
 def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:

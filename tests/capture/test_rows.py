@@ -27,7 +27,8 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9):
 # Steps that alternate between two shapes of work need a graph for each, and one more when the
 # optimizer's state has grown by the parameters that the first call did not use.
 GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4}
-# The penalty breaks the graph twice: where its leaf is made, and where it would get a gradient.
+# The penalty breaks the graph where its leaf is made and, in torch 2.13, where that would get a
+# gradient.
 LINES = {"gradient_penalty": 2}
 # Muon orthogonalizes in bfloat16: one bit of difference in the gradient is 2^-8 in its update.
 TOLERANCE = {"Muon": 5e-2}
@@ -48,7 +49,7 @@ def test_ordinary_path(name, caplog):
     with caplog.at_level(logging.WARNING, "memopt_compile"):
         check(rows.ORDINARY[name], whole=False)
     lines = [r.message for r in caplog.records if "not captured whole" in r.message]
-    assert len(lines) == LINES.get(name, 1), lines
+    assert 1 <= len(lines) <= LINES.get(name, 1), lines
     assert ".py:" in lines[0]
 
 

@@ -2,10 +2,13 @@ import pytest
 import torch
 from graphs import by_hand, check, gradient, mlp, seed, training_step
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from memopt_compile.backends import inductor
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.rematerialize_free import RematerializeFree
-from memopt_compile.step_graph import Phase
+from memopt_compile.step_graph import Phase, nbytes, storage_roots
 
 WIDE = 64 * 32 * 8  # bytes of one layer's activation
 
@@ -119,3 +122,73 @@ def test_refuses_a_graph_without_backward():
 def test_every_loop_keeps_its_numbers(micro_batches):
     step = training_step(gelus(), batch=64, micro_batches=micro_batches, clip=1.0)
     check(step, Canonicalize(), RematerializeFree(), slack=64)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32, heads=2):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, x):
+        rows = self.norm(x).view(-1, 8, x.shape[-1])
+        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2)
+                   for t in self.qkv(rows).chunk(3, dim=2))
+        weights = torch.softmax(q @ k.transpose(2, 3) / 4, -1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2)).view_as(x)
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Hardswish(), nn.Dropout(0.2),
+        nn.Flatten(), nn.Linear(128, 4))
+
+
+NETWORKS = {
+    "gelus": lambda: gelus(),
+    "attention": lambda: nn.Sequential(Attention(), nn.SiLU(), Attention(), nn.Linear(32, 4)),
+    "convolutions": convolutions,
+    "norms": lambda: nn.Sequential(
+        *(m for _ in range(3) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Tanh())),
+        nn.Linear(32, 4)),
+}
+
+
+def kept_by_the_partitioner(model):
+    """Bytes that torch's min-cut partitioner keeps from forward to backward."""
+    kept = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **settings):
+        forward, backward = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
+        results = forward.graph.output_node().args[0]
+        roots = storage_roots(forward.graph)
+        saved = {r for v in results[num_fwd_outputs:] if isinstance(v, torch.fx.Node) for r in roots[v]}
+        given = {r for v in results[:num_fwd_outputs] if isinstance(v, torch.fx.Node) for r in roots[v]}
+        kept.append(sum(nbytes(r.meta["val"]) for r in saved - given if r.op != "placeholder"))
+        return forward, backward
+
+    def backend(module, inputs):
+        return aot_module_simplified(
+            module, inputs, fw_compiler=lambda m, _: m, bw_compiler=lambda m, _: m,
+            partition_fn=partition, decompositions=inductor.decompositions())
+
+    torch._dynamo.reset()
+    x, y = torch.randn(64, 32, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    torch.compile(lambda: nn.functional.cross_entropy(model(x), y), backend=backend)().backward()
+    return sum(kept)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_keeps_no_more_than_the_min_cut_partitioner(network):
+    step = training_step(NETWORKS[network]().double(), batch=64, lowering="inductor")
+    Canonicalize().run(step)
+    check(step, RematerializeFree(), slack=64)
+    roots, results = storage_roots(step.graph), step.graph.output_node().all_input_nodes
+    returned = {r for v in results for r in roots[v]}
+    kept = {r for n in step.computing() if step.phase(n) is Phase.BACKWARD
+            for v in n.all_input_nodes for r in roots[v]
+            if r.op != "placeholder" and step.phase(r) is Phase.FORWARD} - returned
+    ours = sum(nbytes(r.meta["val"]) for r in kept)
+    assert ours <= kept_by_the_partitioner(NETWORKS[network]().double())
