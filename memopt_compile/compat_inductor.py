@@ -64,10 +64,10 @@ def _no_guards_on_constants(shapes: Any) -> Iterator[None]:
     if shapes is None:
         yield
         return
-    values = getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val
-    known, guards = set(values), len(shapes.guards)
+    name = "backed_var_to_val" if hasattr(shapes, "backed_var_to_val") else "var_to_val"
+    known, guards = set(getattr(shapes, name)), len(shapes.guards)
     yield
-    made = set(getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val) - known
+    made = set(getattr(shapes, name)) - known
     shapes.guards[guards:] = [g for g in shapes.guards[guards:] if not g.expr.free_symbols & made]
 
 

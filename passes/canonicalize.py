@@ -15,6 +15,8 @@ shares. The rules, cited in the code:
 7. Equal views, and equal computations on 0-dim tensors, are made once. Larger values are not
    shared: that would keep them alive for longer.
 8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself.
+9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
+   them itself (the gradient of a bias: micro-batches then add up the same values in every one).
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -66,6 +68,8 @@ class Canonicalize(StepPass):
                 _take_apart(step, node)
             elif node.target in FOREACH:
                 _unbundle(step, node)
+            elif node.target is aten.sum.dim_IntList:
+                _drop_summed(step, node)
         _simplify(step)
         remove_dead_code(step)
 
@@ -119,6 +123,19 @@ def _unbundle(step: StepGraph, node: fx.Node) -> None:
         i = item.args[1]
         by = factor[i] if isinstance(factor, (list, tuple)) else factor
         item.target, item.args = aten.mul.Tensor, (tensors[i], by)
+
+
+def _drop_summed(step: StepGraph, node: fx.Node) -> None:
+    """Rule 9."""
+    view = next(iter(node.users), None)
+    if node.args[2:] != (True,) or len(node.users) != 1 or view.target is not aten.view.default:
+        return
+    summed = {d % node.meta["val"].dim() for d in node.args[1]}
+    left = [n for d, n in enumerate(node.meta["val"].shape) if d not in summed]
+    if summed and str(left) == str(list(view.meta["val"].shape)):
+        node.args = node.args[:2]
+        node.meta["val"] = view.meta["val"]
+        step.replace(view, node)
 
 
 def _simplify(step: StepGraph) -> None:

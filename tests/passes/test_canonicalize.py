@@ -203,3 +203,16 @@ def test_what_a_model_returns_does_not_become_a_view():
     step.kind = "model"
     Canonicalize().run(step)
     assert {"_unsafe_view", "clone"} <= set(step.op_counts())
+
+
+def test_a_sum_drops_what_a_view_would_drop():
+    def step(x, g):
+        bias = torch.ops.aten.view(torch.sum(x, [0], True), [4])
+        both = torch.ops.aten.view(torch.sum(x, [0, 1], True), [])
+        other = torch.ops.aten.view(torch.sum(x, [0], True), [2, 2])  # not only without the rows
+        return g + bias, both, other
+
+    graph = by_hand(step, ("x", torch.rand(3, 4)), ("g", torch.rand(4)))
+    check(graph, Canonicalize())
+    sums = [n.args[1:] for n in graph.computing() if n.target is torch.ops.aten.sum.dim_IntList]
+    assert sums == [([0],), ([0, 1],), ([0], True)] and graph.op_counts()["view"] == 1
