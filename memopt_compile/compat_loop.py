@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
@@ -19,7 +21,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 # Of a variable, what says where it came from and not what it is.
-_NOT_STATE = {"source", "mutation_type", "guards", "proxy", "parents_tracker", "user_code_variable"}
+_NOT_STATE = {"source", "source_location", "mutation_type", "guards", "proxy", "parents_tracker", "user_code_variable"}
 
 
 def for_loop_asks(tx: Any, iterator: Any) -> bool:
@@ -62,6 +64,8 @@ def python_state(tx: Any, but: Any) -> tuple:
                     getattr(fake, "grad_fn", None) is None, attributes(value))
         if isinstance(value, torch.fx.Proxy | torch.fx.Node | torch.Tensor):
             return "graph value"
+        if isinstance(value, OutputGraph | SideEffects):
+            return "the trace"  # some variables know it; what of it is state is looked at here
         if isinstance(value, dict):
             return "dict", tuple((state(k), state(v)) for k, v in value.items())
         if isinstance(value, list | tuple):

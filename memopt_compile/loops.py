@@ -20,9 +20,9 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from .compat_trace import pytree
+from .compat_trace import pytree, real_tensors
 from .step_graph import OPERATOR
 
 MARK = torch.ops.memopt.micro_batch.default
@@ -81,6 +81,8 @@ def _carried(twin: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     carried: dict[fx.Node, fx.Node] = {}
     back: dict[fx.Node, fx.Node] = {}
     for a, b in twin.items():
+        if a.op == b.op == "get_attr" and _same_constant(a, b):
+            continue
         if not _repeatable(a) or a.target != b.target:
             raise Unlike(f"{a.name} is {a.target}, where {b.name} is {b.target}")
         if a.target is MARK:
@@ -105,8 +107,16 @@ def _carried(twin: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     return carried
 
 
+def _same_constant(a: fx.Node, b: fx.Node) -> bool:
+    x, y = (getattr(n.graph.owning_module, n.target, None) for n in (a, b))
+    with real_tensors():  # tracing is still going on
+        return x is y is not None or (
+            type(x) is type(y) is Tensor and x.dtype == y.dtype and x.device == y.device
+            and x.stride() == y.stride() and torch.equal(x, y))
+
+
 def _repeatable(node: fx.Node) -> bool:
-    if node.op == "get_attr" or node.target is operator.getitem:
+    if node.target is operator.getitem:
         return True
     return isinstance(node.target, OPERATOR) and not node.target._schema.is_mutable
 

@@ -93,7 +93,14 @@ def twice(model, opt, x, y):
     return plain(model, opt, x, y) + plain(model, opt, x, y)
 
 
-@pytest.mark.parametrize("body", [plain, only_last, clipped, carried, updating, twice])
+def with_a_constant(model, opt, x, y):
+    for xs, ys in memopt.micro_batches(N, x, y):
+        loss = loss_of(model, xs * torch.tensor([1.0, 0.5] * 4, dtype=x.dtype), ys)
+    return loss
+
+
+@pytest.mark.parametrize("body", [plain, only_last, clipped, carried, updating, twice,
+                                  with_a_constant])
 def test_traced_once(body, caplog):
     expected, parameters = outcome(body)
     got, mine = outcome(body, memopt_eager())
