@@ -15,6 +15,7 @@ printable (`Lowered.source`):
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from ..step_graph import StepGraph, op_name
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes
+warm_up = compat_inductor.warm_up
 
 
 def compiler_available(device: torch.device | str = "cpu") -> bool:
@@ -44,7 +46,7 @@ class _Compiled:
     source: str
 
 
-_cache: dict[tuple[str, str], _Compiled] = {}
+_cache: dict[tuple[str | None, str], _Compiled] = {}
 
 
 def forget() -> None:
@@ -82,13 +84,17 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     settings = compat_inductor.settings()
     names: dict[Any, str] = {}
     bound: dict[str, _Compiled] = {}
-    called, new = [], []
-    for part in parts:
-        name = names.setdefault(part.key or part, f"piece_{len(names)}")
-        called.append(name)
-        if name not in bound:
-            bound[name], fresh = _compile(part, settings)
-            new += [name] if fresh else []
+    called, new = [], {}
+    with _kernels_in_background(step):
+        for part in parts:
+            name = names.setdefault(part.key or part, f"piece_{len(names)}")
+            called.append(name)
+            if name not in bound:
+                key = (part.key, settings)
+                if key not in _cache:
+                    new[name] = key
+                bound[name] = _cache.get(key) or _Compiled(*compat_inductor.compile_graph(part.module))
+    _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
     text, objects = source(step, list(zip(called, parts)))
     run = _load(text, {**objects, **{name: c.run for name, c in bound.items()}})
     values = [n.meta["val"] for n in step.placeholders]
@@ -106,15 +112,11 @@ def predicted_transient_peak(lowered: Lowered) -> int:
     return lowered.transient_peak_bytes()
 
 
-def _compile(piece: Piece, settings: str) -> tuple[_Compiled, bool]:
-    """The piece compiled, and whether it was new to the process."""
-    key = (piece.key or "", settings)
-    if piece.key is not None and key in _cache:
-        return _cache[key], False
-    compiled = _Compiled(*compat_inductor.compile_graph(piece.module))
-    if piece.key is not None:
-        _cache[key] = compiled
-    return compiled, True
+def _kernels_in_background(step: StepGraph) -> contextlib.AbstractContextManager:
+    """On a CPU only: Triton's kernels are wanted by Inductor as soon as a graph is lowered."""
+    cpu = all(v.device.type == "cpu" for n in step.placeholders
+              if isinstance(v := n.meta["val"], Tensor))
+    return compat_inductor.kernels_in_background() if cpu else contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------------ the program

@@ -66,7 +66,7 @@ class Notes:
 
     @property
     def shortened(self) -> int:
-        """How many loops over micro-batches are in the trace with four iterations only."""
+        """How many loops over micro-batches are in the trace with three iterations only."""
         return sum(loop.shortened for loop in self.loops)
 
     def trace_again(self, why: object) -> NoReturn:

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
@@ -30,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
 __all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "decompositions", "dry_call",
-           "has_cpp_compiler", "has_triton", "joint_graph_passes", "settings"]
+           "has_cpp_compiler", "has_triton", "joint_graph_passes", "kernels_in_background",
+           "settings", "warm_up"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -44,6 +48,44 @@ def has_cpp_compiler() -> bool:
         return bool(get_cpp_compiler())
     except (InvalidCxxCompiler, RuntimeError):
         return False
+
+
+def warm_up() -> None:
+    """Begin, on another thread, what the first C++ kernel of a process has to wait for: trying
+    the compiler on this processor's vector instructions, and the headers of every kernel."""
+    kernel = ('#include <torch/csrc/inductor/cpp_prefix.h>\n'
+              'extern "C" void kernel(const float* x) {}  // uses at::vec::\n')
+
+    def compile_one() -> None:
+        with contextlib.suppress(Exception):  # the first real kernel will say what is wrong
+            CppPythonBindingsCodeCache.load_pybinding(["const float*"], kernel)
+
+    threading.Thread(target=compile_one, daemon=True).start()
+
+
+@contextlib.contextmanager
+def kernels_in_background() -> Iterator[None]:
+    """Let the C++ compiler work while this thread lowers more graphs.
+
+    Inductor waits for the kernels of a graph before it lowers the next one. Here it waits for all
+    of them on leaving; until then no compiled graph may be called.
+    """
+    thread, wait = threading.get_ident(), AsyncCompile.wait
+    put_off: list[tuple[Any, dict]] = []
+
+    def wait_later(self: Any, scope: dict) -> None:
+        if threading.get_ident() == thread:
+            put_off.append((self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = wait_later
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait
+    for compiler, scope in put_off:
+        wait(compiler, scope)
 
 
 def joint_graph_passes(module: fx.GraphModule) -> fx.GraphModule:

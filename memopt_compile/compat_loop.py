@@ -30,8 +30,9 @@ def for_loop_asks(tx: Any, iterator: Any) -> bool:
             and tx.stack[-1] is iterator)
 
 
-def python_state(tx: Any, but: Any) -> tuple:
-    """Everything that the code still to be traced could see, in a form that compares by value.
+def python_state(tx: Any, but: Any) -> tuple[tuple, list[Any]]:
+    """Everything that the code still to be traced could see, in a form that compares by value,
+    and the tensors in it: equal states have as many, in the same order.
 
     Locals and stacks of the frames being traced, and the objects from outside that they have
     changed; `but` is left out. A tensor is its dtype, shape and need of a gradient, and is told
@@ -40,6 +41,7 @@ def python_state(tx: Any, but: Any) -> tuple:
     """
     seen: dict[int, int] = {id(but): 0}
     effects = tx.output.side_effects
+    tensors: list[Any] = []
     keep: list[Any] = []  # what is looked up by `id` must not be freed meanwhile
 
     def state(value: Any) -> Any:
@@ -58,6 +60,7 @@ def python_state(tx: Any, but: Any) -> tuple:
         seen[id(value)] = len(seen)
         keep.append(value)
         if isinstance(value, TensorVariable):
+            tensors.append(value)
             fake = value.as_proxy().node.meta.get("example_value")
             return ("tensor", type(fake).__name__, str(getattr(fake, "dtype", "")),
                     str(getattr(fake, "shape", "")), getattr(fake, "requires_grad", False),
@@ -94,4 +97,5 @@ def python_state(tx: Any, but: Any) -> tuple:
     outside = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations)
                if isinstance(v, VariableTracker) and isinstance(
                    v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
-    return tuple(frames), tuple(map(state, outside)), len(getattr(root, "random_calls", ()))
+    return (tuple(frames), tuple(map(state, outside)),
+            len(getattr(root, "random_calls", ()))), tensors

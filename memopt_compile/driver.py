@@ -66,6 +66,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if lowering == "inductor" and not inductor.compiler_available(_device(example_inputs)):
         lowering = "eager"
         log.warning("no C++ compiler found: running the eager lowering (install g++ for Inductor)")
+    if lowering == "inductor" and _device(example_inputs).type == "cpu":
+        inductor.warm_up()
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)

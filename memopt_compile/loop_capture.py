@@ -1,12 +1,12 @@
-"""A loop over `memopt.micro_batches` is traced for four of its iterations, not for all.
+"""A loop over `memopt.micro_batches` is traced for three of its iterations, not for all.
 
 Dynamo unrolls a ``for`` statement, so that sixteen micro-batches cost sixteen traces of the model.
 But tracing is a function of what Python can see: if that is the same at the start of the third and
-of the fourth iteration, every later one would be traced as the third was. Then the trace goes from
-there to the last chunk at once, and `loops.complete` puts the iterations between into the graph.
+of the fourth iteration, every later one would be traced as the third was. Then the trace leaves
+the loop there, and `loops.complete` puts the other iterations into the graph.
 
 Left unrolled are loops in which Python remembers something besides tensors (a counter, a list that
-grows, ``enumerate``), chunks of different sizes, and up to four chunks.
+grows, ``enumerate``), chunks of different sizes, and up to three chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import compat, compat_loop
 
-TRACED = 4  # the first, two that are compared, the last
+TRACED = 3  # the first, and two that are compared
 
 
 @torch.library.custom_op("memopt::micro_batch", mutates_args=())
@@ -29,8 +29,17 @@ def micro_batch(chunk: Tensor, loop: int, index: int, n: int) -> Tensor:
     return chunk.new_empty_strided(chunk.shape, chunk.stride()).copy_(chunk)
 
 
+@torch.library.custom_op("memopt::loop_state", mutates_args=())
+def loop_state(tensors: list[Tensor], loop: int, index: int) -> Tensor:
+    """Nothing of use. Marks the end of iteration `index` - 1 in the `loop`-th loop, and keeps in
+    the graph all that Python could still read of it."""
+    return torch.empty(0)
+
+
 micro_batch.register_fake(
     lambda chunk, loop, index, n: chunk.new_empty_strided(chunk.shape, chunk.stride()))
+loop_state.register_fake(lambda tensors, loop, index: torch.empty(0))
+torch.fx.node.has_side_effect(torch.ops.memopt.loop_state.default)
 
 
 @dataclass
@@ -53,16 +62,27 @@ def next_item(loops: Sequence[Loop], original: Callable, iterator: Any, tx: Any)
         loop.iterator = iterator
     if loop.iterator is not iterator or iterator.index >= len(loop.chunks):
         return original(iterator, tx)
-    if iterator.index == TRACED - 2:
-        loop.third = compat_loop.python_state(tx, but=iterator)
-    elif iterator.index == TRACED - 1 and not loop.shortened:
-        if compat_loop.python_state(tx, but=iterator) == loop.third:
-            iterator.index, loop.shortened = len(loop.chunks) - 1, True
-    place = [loops.index(loop), iterator.index, len(loop.chunks)]
+    index = iterator.index
+    if index in (TRACED - 1, TRACED):
+        state, tensors = compat_loop.python_state(tx, but=iterator)
+        if index < TRACED or state == loop.third:
+            values = compat.tuple_variable([loop.chunks[0].items[0], *tensors])
+            _call(tx, torch.ops.memopt.loop_state.default, values, loops.index(loop), index)
+        if index < TRACED:
+            loop.third = state
+        elif state == loop.third:
+            loop.shortened, iterator.index = True, len(loop.chunks)
+            return original(iterator, tx)
+    # In the list too, so that a chunk stays the same object whichever way it is reached.
+    loop.chunks[index] = compat.map_tensors(tx, loop.chunks[index], lambda chunk: _call(
+        tx, torch.ops.memopt.micro_batch.default, chunk, loops.index(loop), index,
+        len(loop.chunks)))
+    return original(iterator, tx)
+
+
+def _call(tx: Any, marker: Any, values: Any, *place: int) -> Any:
     build = compat.VariableTracker.build
-    return compat.map_tensors(tx, original(iterator, tx), lambda chunk: build(
-        tx, torch.ops.memopt.micro_batch.default).call_function(
-            tx, [chunk, *(build(tx, number) for number in place)], {}))
+    return build(tx, marker).call_function(tx, [values, *(build(tx, n) for n in place)], {})
 
 
 def _equal_and_many(chunks: list[Any]) -> bool:

@@ -1,18 +1,19 @@
-"""Complete a loop over micro-batches of which only four iterations were traced.
+"""Complete a loop over micro-batches of which only three iterations were traced.
 
-The trace (`loop_capture`) holds iterations 0, 1, 2 and the last, each begun by markers. With
+The trace (`loop_capture`) holds iterations 0, 1 and 2, each begun by markers, and behind 1 and 2
+nodes that read what Python holds there, so that neither has lost what nobody read of it. With
 the nodes of 1 and 2 paired in order, what an iteration reads from outside itself is one of
 
 1. the same value in both: an invariant of the loop, read by every copy;
 2. in iteration 2 a value of iteration 1: carried, so that a copy reads it of the one before;
 3. a chunk, by its marker: a copy cuts its own.
 
-Copies of iteration 1 for the chunks 3 to n - 2 go behind iteration 2, and what reads iteration 2
+Copies of iteration 1 for the chunks from 3 on go behind iteration 2, and what reads iteration 2
 from behind reads the last of them. Anything else (another operator, another constant, a value that
 outlives the next iteration) means that the iterations differ, and the loop has to be traced whole.
 
-Before:  g0 = grad(x0); g1 = g0 + grad(x1); g2 = g1 + grad(x2); g = g2 + grad(x5); update(g)
-After:   .. g2 = g1 + grad(x2); g3 = g2 + grad(x3); g4 = g3 + grad(x4); g = g4 + grad(x5); update(g)
+Before:  g0 = grad(x0); g1 = g0 + grad(x1); g2 = g1 + grad(x2); end; update(g2)
+After:   .. g2 = g1 + grad(x2); g3 = g2 + grad(x3); g4 = g3 + grad(x4); update(g4)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .compat_trace import pytree, real_tensors
 from .step_graph import OPERATOR
 
 MARK = torch.ops.memopt.micro_batch.default
+STATE = torch.ops.memopt.loop_state.default
 SLICE = torch.ops.aten.slice.Tensor
 
 
@@ -44,36 +46,39 @@ def complete(graph: fx.Graph) -> int:
     for mark in graph.find_nodes(op="call_function", target=MARK):
         _, loop, index, _ = mark.args
         loops.setdefault(loop, {}).setdefault(index, mark)
-    short = [first for first in loops.values() if len(first) < first[max(first)].args[3]]
-    for first in short:
-        _complete_one(graph, first)
+    states = graph.find_nodes(op="call_function", target=STATE)
+    ends = [state for state in states if state.args[2] == 3]
+    for end in ends:
+        _complete_one(loops.get(end.args[1], {}), end)
+    for state in states:
+        graph.erase_node(state)
     for mark in graph.find_nodes(op="call_function", target=MARK):
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
-    return len(short)
+    graph.eliminate_dead_code()
+    return len(ends)
 
 
-def _complete_one(graph: fx.Graph, first: dict[int, fx.Node]) -> None:
-    if sorted(first)[:3] != [0, 1, 2] or len(first) != 4:
+def _complete_one(first: dict[int, fx.Node], end: fx.Node) -> None:
+    if sorted(first) != [0, 1, 2]:
         raise Unlike("an iteration reads no chunk")
-    nodes = list(graph.nodes)
+    nodes = list(end.graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
-    begins = [at[first[index]] for index in sorted(first)]
-    one, two = (nodes[begins[i]:begins[i + 1]] for i in (1, 2))
+    one, two = nodes[at[first[1]]:at[first[2]]], nodes[at[first[2]]:at[end] + 1]
     if len(one) != len(two):
         raise Unlike(f"one iteration has {len(one)} operators and the next {len(two)}")
     twin = dict(zip(one, two))
     carried = _carried(twin)
     for node in one:
-        late = next((u for u in node.users if at[u] >= begins[3]), None)
+        late = next((u for u in node.users if at[u] > at[end]), None)
         if late is not None:
             raise Unlike(f"{late.name} reads {node.name}, which is older than an iteration")
-    latest, last = twin, max(first)
-    for index in range(3, last):
-        latest = _copy(one, latest, carried, index, where=first[last])
-    for node in one:
+    latest = twin
+    for index in range(3, first[0].args[3]):
+        latest = _copy(one, latest, carried, index, where=end)
+    for node in latest.keys() & twin.keys():
         twin[node].replace_all_uses_with(
-            latest[node], delete_user_cb=lambda user: at.get(user, -1) >= begins[3])
+            latest[node], delete_user_cb=lambda user: at.get(user, -1) > at[end])
 
 
 def _carried(twin: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -89,8 +94,8 @@ def _carried(twin: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
             if not (_is_chunk(a) and _is_chunk(b) and a.args[0].args[0] is b.args[0].args[0]):
                 raise Unlike(f"{a.args[0].name} and {b.args[0].name} are not chunks of one tensor")
             continue
-        (left, form), (right, other) = (
-            pytree.tree_flatten((list(n.args), dict(n.kwargs))) for n in (a, b))
+        (left, form), (right, other) = (pytree.tree_flatten(
+            (list(n.args[:1] if n.target is STATE else n.args), dict(n.kwargs))) for n in (a, b))
         if form != other:
             raise Unlike(f"{a.name} and {b.name} have other arguments")
         for x, y in zip(left, right):
@@ -138,6 +143,8 @@ def _copy(one: list[fx.Node], before: dict[fx.Node, fx.Node], carried: dict[fx.N
 
     with where.graph.inserting_before(where):
         for node in one:
+            if node.target is STATE:
+                continue
             if node.target is MARK:
                 copies[node] = _chunk(node.args[0], index)
             else:
