@@ -1,7 +1,9 @@
-"""What the device has: free bytes, and a budget in bytes from what the user wrote."""
+"""What the device has: free bytes, a budget in bytes from what the user wrote, the heap."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 import torch
@@ -12,6 +14,12 @@ from .options import parse_bytes
 # Left free by memory_budget="auto": the allocator's rounding, library workspaces and whatever
 # else the process does. Stated in docs, so that "auto" can be repeated by hand.
 RESERVE_SHARE = 0.1
+
+# glibc's names for what `keep_freed_bytes` sets, and its defaults (mallopt(3)).
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+_DEFAULT, _LARGEST_MMAP, _LARGEST_INT = 128 * 2**10, 32 * 2**20, 2**31 - 1
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_kept_bytes = 0
 
 
 def free_bytes(device: torch.device) -> int:
@@ -39,3 +47,35 @@ def budget_bytes(budget: int | float | str, unoptimized_peak_bytes: int,
     if isinstance(budget, float):
         return int(budget * unoptimized_peak_bytes)
     return parse_bytes(budget) if isinstance(budget, str) else budget
+
+
+def keep_freed_bytes(transient_bytes: int) -> bool:
+    """Let the heap keep up to `transient_bytes` that a step on the CPU frees for the next step,
+    as PyTorch's allocator does on a GPU. Whether it could be done.
+
+    glibc gives the free top of its heap back to the system. A step that frees all that it made is
+    given every page anew, zeroed, in each call (see decision 0006). Nothing is done under another
+    C library or where the environment already says what malloc shall do.
+    """
+    global _kept_bytes
+    if transient_bytes <= _kept_bytes:
+        return True
+    if any(name in os.environ for name in _SETTINGS):
+        return False
+    done = _mallopt(min(transient_bytes, _LARGEST_INT), _LARGEST_MMAP)
+    _kept_bytes = transient_bytes if done else _kept_bytes
+    return done
+
+
+def give_freed_bytes_back() -> None:
+    """Undo `keep_freed_bytes`: glibc's default thresholds again."""
+    global _kept_bytes
+    if _kept_bytes:
+        _mallopt(_DEFAULT, _DEFAULT)
+    _kept_bytes = 0
+
+
+def _mallopt(trim_threshold: int, mmap_threshold: int) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    return bool(mallopt and mallopt(TRIM_THRESHOLD, trim_threshold)
+                and mallopt(MMAP_THRESHOLD, mmap_threshold))

@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from . import build, capture, compat, compat_trace, loop_capture, loops, pipelines
+from . import build, capture, compat, compat_trace, devices, loop_capture, loops, pipelines
 from .backends import eager, inductor
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, MemoptError, OptionError
@@ -172,6 +172,8 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
                                        + inductor.predicted_transient_peak(lowered))
     record.dump()
     _hold_to_budget(record)
+    if record.device.type == "cpu":
+        devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
     return record.measured(lowered)
 
 
@@ -241,5 +243,11 @@ def _reset() -> None:
     inductor.forget()
 
 
+def uninstall() -> None:
+    """Take away what memopt has changed in the process: Dynamo's wrapper, the heap's thresholds."""
+    _unwrap()
+    devices.give_freed_bytes_back()
+
+
 backend.reset = _reset
-uninstall = capture.install(lambda function: function is backend)
+_unwrap = capture.install(lambda function: function is backend)

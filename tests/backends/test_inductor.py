@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt_compile.backends import eager, inductor
@@ -181,3 +182,19 @@ def test_compiler_available_says_no():
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert not inductor.compiler_available("cpu")
     assert inductor.compiler_available("cpu")
+
+
+def test_kernels_that_fail_to_compile_are_not_kept(monkeypatch):
+    """The compiler works while the next piece is lowered; its error comes, and spoils no cache."""
+    inductor.forget()
+    step = training(1)
+
+    def broken(self, scope):
+        raise RuntimeError("g++ says no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "wait", broken)
+        with pytest.raises(RuntimeError, match="g\\+\\+ says no"):
+            inductor.lower(step)
+        assert AsyncCompile.wait is broken  # put back as it was
+    assert inductor.lower(training(1)).compiled  # compiled anew
