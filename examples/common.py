@@ -45,7 +45,8 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
         options.lowering = "eager"
     if options.backend == "inductor":
         return torch.compile(step)
-    wanted = {"lowering": options.lowering, "memory_budget": options.budget}
+    wanted = {"lowering": options.lowering, "memory_budget": options.budget,
+              "accumulate": getattr(options, "accumulate", "gradients")}
     return torch.compile(step, backend="memopt", options=wanted)
 
 

@@ -29,6 +29,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--micro-batches", type=int, default=1,
                         help="chunks of the batch whose gradients are added up before the update")
+    parser.add_argument("--accumulate", choices=("gradients", "optimizer_states"), default="gradients",
+                        help="what they are added up in; optimizer_states is AdamA")
     options = parser.parse_args(given)
     if options.quick:
         options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32

@@ -26,7 +26,8 @@ from typing import Any, Callable, Iterator, NoReturn
 import torch
 from torch import Tensor
 
-from . import compat, compat_dynamo, loop_capture, optimizer_capture
+from . import compat, compat_dynamo, folding, loop_capture, optimizer_capture
+from .errors import MemoptError
 
 log = logging.getLogger("memopt_compile")
 
@@ -63,6 +64,8 @@ class Notes:
     optimizers: list[Any] = field(default_factory=list)
     loops: list[loop_capture.Loop] = field(default_factory=list)
     unroll: bool = False
+    folds: bool = False  # accumulate="optimizer_states"
+    refusal: MemoptError | None = None
 
     @property
     def shortened(self) -> int:
@@ -120,7 +123,9 @@ def _traced_step(self: Any, tx: Any) -> Any:
         compat.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
     optimizer_capture.make_state(optimizer, tx)
-    _notes_of(tx).optimizers.append(optimizer)
+    notes = _notes_of(tx)
+    notes.optimizers.append(optimizer)
+    notes.refusal = notes.refusal or notes.folds and folding.refusal(optimizer) or None
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
         optimizer._opt_called = True  # what a scheduler's wrapper of `step` records
     update = compat.VariableTracker.build(tx, optimizer_capture.own_step(optimizer))
@@ -339,6 +344,8 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
         kwargs = {**kwargs, "foreach": loop, "fused": loop}
+    if _notes.folds and _notes.backwards > 1 and compat.single_tensor_adam in (form, self.fn):
+        form = folding.adam
     asked = kwargs.get("capturable")
     if form in optimizer_capture.CAPTURABLE and asked is not None:
         if compat.constant_value(asked) == (True, True):  # eager too runs the branch-free form
@@ -362,10 +369,11 @@ def _call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, k
 
 
 @contextlib.contextmanager
-def scope(code: Any = None) -> Iterator[Notes]:
+def scope(code: Any = None, options: Any = None) -> Iterator[Notes]:
     """Trace the frame of `code` for whole-step capture; others in the process are untouched."""
     global _notes
-    outer, _notes = _notes, Notes()
+    outer, _notes = _notes, Notes(
+        folds=(options or {}).get("accumulate") == "optimizer_states")
     if code is not None:
         _notes.frame = code
         _notes.where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
@@ -388,4 +396,5 @@ def scope(code: Any = None) -> Iterator[Notes]:
 def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
     return compat_dynamo.frame_hook(
-        lambda backend, code: scope(code) if is_ours(backend) else contextlib.nullcontext())
+        lambda backend, code, options: scope(code, options) if is_ours(backend)
+        else contextlib.nullcontext())

@@ -33,6 +33,7 @@ from torch._functorch import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim._adafactor import _single_tensor_adafactor as single_tensor_adafactor
+from torch.optim.adam import _single_tensor_adam as single_tensor_adam
 from torch.optim.asgd import _single_tensor_asgd as single_tensor_asgd
 from torch.optim.radam import _single_tensor_radam as single_tensor_radam
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -43,7 +44,7 @@ __all__ = [
     "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
     "detect_fake_mode", "input_descriptor_index", "output_graph", "output_targets",
-    "single_tensor_adafactor", "single_tensor_asgd", "single_tensor_radam",
+    "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
 ]
 

@@ -34,24 +34,29 @@ COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": ope
                ">": operator.gt, ">=": operator.ge}
 
 
-def backend_of(frame_converter: Any) -> Any:
-    """The function the user named as backend, below torch's wrappers around it."""
-    backend = frame_converter._torchdynamo_orig_backend
+def backend_of(frame_converter: Any) -> tuple[Any, Any]:
+    """The function the user named as backend, below torch's wrappers around it, and the options
+    that go with it."""
+    backend, options = frame_converter._torchdynamo_orig_backend, None
     while True:
+        options = options or getattr(backend, "kwargs", {}).get("options")
         inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
             backend, "compiler_fn", None
         )
         if inner is None:
-            return backend
+            return backend, options
         backend = inner
 
 
-def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
-    """Convert every frame of the process inside ``wrap(backend, code)``; returns the undo."""
+def frame_hook(wrap: Callable[[Any, Any, Any], contextlib.AbstractContextManager]
+               ) -> Callable[[], None]:
+    """Convert every frame of the process inside ``wrap(backend, code, options)``; returns the
+    undo."""
     original = convert_frame.ConvertFrameAssert.__call__
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with wrap(backend_of(self), frame.f_code):
+        backend, options = backend_of(self)
+        with wrap(backend, frame.f_code, options):
             return original(self, frame, *args, **kwargs)
 
     convert_frame.ConvertFrameAssert.__call__ = convert

@@ -59,7 +59,10 @@ def _raiser(error: MemoptError) -> Callable:
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable:
     notes = capture.notes()
+    if notes.refusal:
+        raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
+    _check_accumulation(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = opts.lowering
@@ -75,6 +78,21 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model":
         return _compile_model(gm, example_inputs, record)
     return _compile_step(gm, example_inputs, record, notes)
+
+
+def _check_accumulation(opts: Options, kind: str, notes: capture.Notes) -> None:
+    where = "accumulate='optimizer_states'"
+    if opts.accumulate == "gradients":
+        return
+    if not notes.folds:
+        raise OptionError("capture has not seen the option", where=where,
+                          do="give options={...} to torch.compile itself, not to a wrapper of memopt")
+    if opts.verify:
+        raise OptionError("AdamA's v is not Adam's, so that the two cannot be compared",
+                          where=f"verify=True, {where}", do="verify the step without accumulate")
+    if kind == "model" and not (notes.reason or notes.resumed):
+        raise OptionError("the compiled function has no optimizer in it", where=where,
+                          do="compile the whole step: forward, backward() and opt.step()")
 
 
 def _differentiates(gm: fx.GraphModule) -> bool:

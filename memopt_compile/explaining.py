@@ -74,7 +74,9 @@ class _Plan:
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self.refusal: MemoptError | None = None
-        self.compiler_fn = compat_trace.backend_named("memopt")  # As `compat.backend_of` looks.
+        # As `compat_dynamo.backend_of` looks.
+        self.compiler_fn = compat_trace.backend_named("memopt")
+        self.kwargs = {"options": options}
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         compiled = self.compiler_fn(gm, inputs, options=self.options)

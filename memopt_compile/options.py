@@ -37,7 +37,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 UNBUILT = {
     "compress": "compression of saved activations",
     "offload": "offload to host memory",
-    "accumulate": "accumulation into the optimizer's states",
     "zero": "sharding over ranks (ZeRO)",
     "adapt": "planning again during training",
 }
@@ -55,7 +54,8 @@ class Options:
         recompute: the planner may run operations again instead of keeping their results.
         compress: None, "int8", "int4" or "auto": the planner may keep activations in fewer bits.
         offload: the planner may move values to host memory and back.
-        accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states".
+        accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
+            each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
         zero: ZeRO stage, 0 to 3.
         adapt: plan again during training as compressibility changes.
         lowering: "inductor", or "eager", an interpreter that frees each value at its last use.

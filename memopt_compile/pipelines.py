@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .errors import PassError
+from .errors import OptionError, PassError
 from .liveness import Workspace, no_workspace, timeline
 from .options import Options
+from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
 from .passes.release_gradients import ReleaseGradients
@@ -27,6 +28,8 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
+        # AdamA, if asked for: a gradient goes into Adam's moments where it is made, not in a sum.
+        (options.accumulate == "optimizer_states", AccumulateInStates),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
         (options.recompute, RematerializeFree),
@@ -92,6 +95,8 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace) 
         each.run(step, costs)
         step.verify()
         lack = each.ensures(step)
+    except OptionError:
+        raise  # what the user asked for does not go with this step
     except Exception as error:  # whatever it is, the user needs to know which pass it was
         raise PassError(
             f"the pass {each.name} failed: {error}",

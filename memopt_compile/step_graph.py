@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 from .compat_trace import hinted
 from .errors import VerifyError
 
+_OURS = os.path.dirname(__file__) + os.sep
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 
 
@@ -212,7 +214,7 @@ def source_line(node: fx.Node) -> str | None:
               for i, line in enumerate(stack) if line.startswith("File ")]
     for line, code in reversed(frames):
         match = re.match(r'File "(.*)", line (\d+)', line)
-        if match and "/torch/" not in match[1]:
+        if match and "/torch/" not in match[1] and not match[1].startswith(_OURS):
             return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} {code}"
     return None
 

@@ -23,7 +23,7 @@ LONGEST = 400  # lines
 LAYERS = [
     {"errors", "options", "compat", "compat_dynamo", "compat_inductor", "compat_loop", "compat_trace"},
     {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed"},
-    {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas", "structure", "loops"},
+    {"liveness", "costs", "memory_plan", "planner", "ordering", "pieces", "formulas", "structure", "loops", "folding"},
     {"step_pass"},
     {"passes", "backends"},
     {"capture", "loop_capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "verification"},

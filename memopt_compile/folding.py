@@ -1,0 +1,72 @@
+"""Adam's moments as capture leaves them for the AdamA pass: sums into which gradients are folded.
+
+With ``accumulate="optimizer_states"`` and several micro-batches a step, the update of Adam and
+AdamW is traced in the form of `adam`, in which ``memopt::fold`` stands where the accumulated
+gradient enters a moment. `passes.accumulate_in_states` puts there what the option asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError
+
+
+@torch.library.custom_op("memopt::fold", mutates_args=())
+def fold(state: Tensor, gradient: Tensor, decay: Tensor, power: int) -> Tensor:
+    """A moment with the gradient of a mini-batch: decay · state + (1 − decay) · gradientᵖᵒʷᵉʳ."""
+    return decay * state + (1 - decay) * gradient**power
+
+
+fold.register_fake(lambda state, gradient, decay, power: torch.empty_like(state))
+
+
+def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
+    """Why `optimizer` cannot accumulate in its states, or None.
+
+    Weight decay that is added to the gradient would enter v once for the mini-batch, with the
+    sum of its gradients, which are then never together.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return _error(f"{kind} does not accumulate in its states", "use Adam or AdamW, or leave "
+                      "accumulate='gradients'")
+    for group in optimizer.param_groups:
+        if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", False):
+            return _error(f"weight_decay={group['weight_decay']} of {kind} is added to the gradient",
+                          "use AdamW, whose weight decay is decoupled, or weight_decay=0")
+        if any(p.is_complex() for p in group["params"]):
+            return _error("a parameter is complex", "train torch.view_as_real of it")
+    return None
+
+
+def _error(what: str, do: str) -> OptionError:
+    return OptionError(what, where="accumulate='optimizer_states'", do=do)
+
+
+def adam(params: list, grads: list, exp_avgs: list, exp_avg_sqs: list, max_exp_avg_sqs: list,
+         state_steps: list, grad_scale: Any, found_inf: Any, *, amsgrad: bool, has_complex: bool,
+         beta1: Any, beta2: Any, lr: Any, weight_decay: float, eps: float, maximize: bool,
+         capturable: bool, differentiable: bool, decoupled_weight_decay: bool) -> None:
+    """`_single_tensor_adam` with both moments folded."""
+    assert grad_scale is None and found_inf is None
+    for i, (param, grad, m, v, step) in enumerate(
+            zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)):
+        step += 1
+        count = step.to(torch.float64)
+        if weight_decay != 0:
+            param.mul_(1 - lr * weight_decay)
+        m.copy_(torch.ops.memopt.fold(m, grad, _number(beta1), 1))
+        v.copy_(torch.ops.memopt.fold(v, grad, _number(beta2), 2))
+        if amsgrad:
+            v = max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
+        root = (v.sqrt() / (1 - beta2**count) ** 0.5).add_(eps)
+        rate = lr / (1 - beta1**count)
+        param.add_(m / root * (rate if maximize else -rate))
+
+
+def _number(beta: Any) -> Tensor:
+    return beta if isinstance(beta, Tensor) else torch.full((), beta, dtype=torch.float64)
