@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, NoReturn
 
@@ -52,6 +53,7 @@ class Notes:
     """What was seen while one frame was traced, for the backend that gets its graph."""
 
     frame: Any = None
+    step: Any = None
     trace: Any = None
     where: str = ""
     resumed: bool = False
@@ -216,8 +218,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
         # it may (the first backward freed nothing it needs), and says so if not.
         if "already consumed" in str(error):
-            _tell(error, "backward() goes through a graph that an earlier one has used up",
-                  "pass retain_graph=True to the earlier one, or add the losses up first")
+            _tell_of_break(error, "backward() goes through a graph that an earlier one has used up",
+                           "pass retain_graph=True to the earlier one, or add the losses up first")
             compat.run_in_eager(error)
         raise
     _notes_of(tx).backwards += 1
@@ -277,7 +279,7 @@ def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: 
     return original(tx, args, kwargs)
 
 
-_told: set[tuple] = set()
+_told: weakref.WeakSet = weakref.WeakSet()
 
 
 def forget() -> None:
@@ -285,28 +287,31 @@ def forget() -> None:
     _told.clear()
 
 
-def _tell(error: Any, cause: str, remedy: str) -> None:
-    """Note why the step is not whole, and say so once for each line."""
-    place = compat.break_place(error)
-    if place is None:
-        return
-    file, line, code = place
-    where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
-    _notes.reason = f"{where}: {cause}"
-    if (file, line) not in _told:
-        _told.add((file, line))
+def tell(where: str, cause: str, remedy: str) -> None:
+    """Note why the step is not whole, and say so: once for each compiled function, since after
+    the first break torch compiles its parts and finds more."""
+    _notes.reason = _notes.reason or f"{where}: {cause}"
+    if _notes.step not in _told:
+        _told.add(_notes.step)
         log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
                     "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
 
 
+def _tell_of_break(error: Any, cause: str, remedy: str) -> None:
+    place = compat.break_place(error)
+    if place is not None:
+        file, line, code = place
+        tell(f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`", cause, remedy)
+
+
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
-    """One line for each place where a step stops being one graph. After the optimizer has run
+    """Tell where a step stops being one graph. After the optimizer has run
     (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
     error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
     if not (counted.backwards and counted.updates) and not counted.resumed:
-        _tell(error, *compat.break_reason(error))
+        _tell_of_break(error, *compat.break_reason(error))
     return original(self, code_options, reason, exc, **kwargs)
 
 
@@ -362,14 +367,12 @@ def _call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, k
 
 
 @contextlib.contextmanager
-def scope(code: Any = None) -> Iterator[Notes]:
-    """Trace the frame of `code` for whole-step capture; others in the process are untouched."""
+def scope(step: Any, code: Any) -> Iterator[Notes]:
+    """Trace a frame of `step` for whole-step capture; others in the process are untouched."""
     global _notes
-    outer, _notes = _notes, Notes()
-    if code is not None:
-        _notes.frame = code
-        _notes.where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-        _notes.resumed = code.co_name.startswith("torch_dynamo_resume_in_")
+    outer, _notes = _notes, Notes(
+        frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
+        resumed=code.co_name.startswith("torch_dynamo_resume_in_"))
     if not _FORMS:
         _FORMS.update(optimizer_capture.single_tensor_forms())
     try:
@@ -387,5 +390,11 @@ def scope(code: Any = None) -> Iterator[Notes]:
 
 def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
-    return compat_dynamo.frame_hook(
-        lambda backend, code: scope(code) if is_ours(backend) else contextlib.nullcontext())
+    def wrap(backend: Any, step: Any, frame: Any) -> Any:
+        if not is_ours(backend):
+            return contextlib.nullcontext()
+        # An update outside its step is left to eager: there is nothing to save in it, and it
+        # would be traced again in each step, for each has gradients of its own.
+        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code)
+
+    return compat_dynamo.frame_hook(wrap)

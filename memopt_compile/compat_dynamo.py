@@ -19,6 +19,7 @@ from torch._dynamo.symbolic_convert import (
     InstructionTranslatorBase,
     compare_op_handlers,
 )
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
@@ -46,12 +47,18 @@ def backend_of(frame_converter: Any) -> Any:
         backend = inner
 
 
-def frame_hook(wrap: Callable[[Any, Any], contextlib.AbstractContextManager]) -> Callable[[], None]:
-    """Convert every frame of the process inside ``wrap(backend, code)``; returns the undo."""
+def frame_hook(wrap: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+    """Convert every frame of the process inside ``wrap(backend, converter, frame)``, or leave it
+    to Python where that is None; returns the undo.
+
+    The converter is one object for each `torch.compile`, whatever frames it comes to."""
     original = convert_frame.ConvertFrameAssert.__call__
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with wrap(backend_of(self), frame.f_code):
+        scope = wrap(backend_of(self), self, frame)
+        if scope is None:  # For this call: others may want to compile the same code.
+            return ConvertFrameReturn(apply_to_code=False)
+        with scope:
             return original(self, frame, *args, **kwargs)
 
     convert_frame.ConvertFrameAssert.__call__ = convert

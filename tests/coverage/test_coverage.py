@@ -44,9 +44,12 @@ def test_module(name):
     right_and_whole(MODULES[name])
 
 
-def test_ordinary_path_is_right_and_said():
-    row = check.run(OPTIMIZERS["LBFGS: default"])
+@pytest.mark.parametrize("case", [OPTIMIZERS["LBFGS: default"], MODULES["nn.GaussianNLLLoss"]],
+                         ids=lambda case: case.name)
+def test_ordinary_path_is_right_and_said(case):
+    row = check.run(case)
     assert row.right and not row.whole and row.said
+    assert row.peak <= row.eager_peak
 
 
 def test_wrong_numbers_are_seen():
