@@ -137,6 +137,8 @@ class _BoundStep(compat.VariableTracker):
         self.optimizer, self.update = optimizer, update
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
+        if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
+            compat.break_graph("an update without its backward", "", "")
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
