@@ -27,7 +27,7 @@ from typing import Any, Callable, Iterator, NoReturn
 import torch
 from torch import Tensor
 
-from . import compat, compat_dynamo, loop_capture, optimizer_capture
+from . import compat, compat_dynamo, function_capture, loop_capture, optimizer_capture
 
 log = logging.getLogger("memopt_compile")
 
@@ -318,12 +318,6 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
 
 
 _FORMS: dict[Any, Callable] = {}
-
-# Functions that make a module ready for its first forward, and do nothing after that. They run
-# as they are while the step is traced; in the trace they would end its graph for good.
-PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
-
-
 MICRO_BATCHES = ("memopt_compile.api", "micro_batches")
 
 
@@ -333,15 +327,14 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if (self.fn.__module__, self.fn.__name__) in PREPARATIONS:
-        given = [compat.object_behind(a) for a in args]
-        if not kwargs and all(isinstance(g, torch.nn.Module) for g in given):
-            return compat.VariableTracker.build(tx, self.fn(*given))
+    prepared = function_capture.prepare(self.fn, args, kwargs, tx)
+    if prepared is not None:
+        return prepared
     if (self.fn.__module__, self.fn.__name__) == MICRO_BATCHES:
         chunks = original(self, tx, args, kwargs)
         _notes_of(tx).loops.append(loop_capture.Loop(chunks.items))
         return chunks
-    form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
+    form = _FORMS.get(self.fn)
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
@@ -355,16 +348,6 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
     return original(self, tx, args, kwargs)
 
 
-def _call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
-    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once."""
-    known = [compat.constant_value(a) for a in (*args, *kwargs.values())]
-    if name.endswith("_once") and hasattr(self.value, name) and all(ok for ok, _ in known):
-        values = [value for _, value in known]
-        getattr(self.value, name)(*values[:len(args)], **dict(zip(kwargs, values[len(args):])))
-        return compat.VariableTracker.build(tx, None)
-    return original(self, tx, name, args, kwargs)
-
-
 # ---------------------------------------------------------------- putting it in force
 
 
@@ -376,14 +359,15 @@ def scope(step: Any, code: Any) -> Iterator[Notes]:
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
         resumed=code.co_name.startswith("torch_dynamo_resume_in_"))
     if not _FORMS:
-        _FORMS.update(optimizer_capture.single_tensor_forms())
+        _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
     try:
         with compat_dynamo.tracing_scope(
             method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
-            call_logger=_call_logger, compare=_compare, log_graph_break=_log_graph_break,
-            next_item=_next_item,
+            call_logger=function_capture.call_logger, call_skipped=function_capture.call_skipped,
+            call_recurrent=function_capture.call_recurrent, compare=_compare,
+            log_graph_break=_log_graph_break, next_item=_next_item,
         ):
             yield _notes
     finally:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.symbolic_convert import (
@@ -22,7 +23,7 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -33,6 +34,8 @@ from .compat import NumberVariable
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
+
+RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 
 def backend_of(frame_converter: Any) -> Any:
@@ -84,6 +87,8 @@ def tracing_scope(
     autograd_grad: Callable,
     call_function: Callable,
     call_logger: Callable,
+    call_skipped: Callable,
+    call_recurrent: Callable,
     compare: Callable,
     log_graph_break: Callable,
     next_item: Callable,
@@ -137,7 +142,10 @@ def tracing_scope(
         return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
     with (
-        dynamo_config.patch(trace_autograd_ops=True),
+        dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True),
+        # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
+        mock.patch.object(decompositions, "select_one_layer_lstm_function",
+                          lambda *args: decompositions.one_layer_lstm),
         replaced(TensorVariable, "method_backward", method_backward),
         replaced(TensorVariable, "var_getattr", tensor_getattr),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
@@ -148,6 +156,7 @@ def tracing_scope(
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
+        replaced(SkipFunctionVariable, "call_function", call_skipped),
         replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
                       if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
         replaced(ListIteratorVariable, "tp_iternext_impl" if "tp_iternext_impl" in vars(
@@ -157,6 +166,7 @@ def tracing_scope(
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,
-                                   torch._check_tensor_all: handle_check}),
+                                   torch._check_tensor_all: handle_check,
+                                   **dict.fromkeys(RECURRENT, call_recurrent)}),
     ):
         yield
