@@ -366,7 +366,8 @@ def scope(step: Any, code: Any) -> Iterator[Notes]:
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
             call_logger=function_capture.call_logger, call_skipped=function_capture.call_skipped,
-            call_recurrent=function_capture.call_recurrent, compare=_compare,
+            call_recurrent=function_capture.call_recurrent,
+            add_product=function_capture.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
         ):
             yield _notes

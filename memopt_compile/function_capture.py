@@ -88,6 +88,14 @@ def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
             f"cut the sequence so that steps, layers and directions make at most {MOST_CELLS}")
 
 
+def add_product(original: Callable, self: Any, tx: Any, a: Any, b: Any, *, value: Any = None) -> Any:
+    """``addcmul_`` with a plain number stays the one operator that eager runs. (Dynamo takes it
+    apart, for the sake of numbers that are tensors, and the product needs a buffer.)"""
+    if value is not None and compat.constant_value(value)[0]:
+        return None
+    return original(self, tx, a, b, value=value)
+
+
 def _constants(args: Any, kwargs: dict) -> tuple[list, dict] | None:
     """The arguments of a call as plain values, None if Dynamo does not know one of them."""
     known = [compat.constant_value(a) for a in (*args, *kwargs.values())]
