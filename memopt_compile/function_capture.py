@@ -60,6 +60,8 @@ def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict
 
 
 def _warn(tx: Any, message: Any, category: Any = None, stacklevel: int = 1, **other: Any) -> bool:
+    if other:
+        return False
     for _ in range(stacklevel - 1):
         tx = tx.parent or tx
     try:
@@ -67,7 +69,7 @@ def _warn(tx: Any, message: Any, category: Any = None, stacklevel: int = 1, **ot
                                registry=tx.f_globals.setdefault("__warningregistry__", {}))
     except Warning:  # Python was told to raise it: in the step, not here
         return False
-    return not other
+    return True
 
 
 def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
