@@ -20,13 +20,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import compat, compat_dynamo, folding, loop_capture, optimizer_capture
+from . import (
+    backward_capture,
+    compat,
+    compat_dynamo,
+    folding,
+    function_capture,
+    loop_capture,
+    optimizer_capture,
+)
 from .errors import MemoptError
 
 log = logging.getLogger("memopt_compile")
@@ -53,6 +62,7 @@ class Notes:
     """What was seen while one frame was traced, for the backend that gets its graph."""
 
     frame: Any = None
+    step: Any = None
     trace: Any = None
     where: str = ""
     resumed: bool = False
@@ -140,6 +150,8 @@ class _BoundStep(compat.VariableTracker):
         self.optimizer, self.update = optimizer, update
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
+        if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
+            compat.break_graph("an update without its backward", "", "")
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
@@ -147,58 +159,6 @@ class _BoundStep(compat.VariableTracker):
             tx, [self.optimizer, self.update, packed, named], {})
         _notes_of(tx).updates += 1
         return value
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """The leaves that autograd would give a gradient to, found in the loss's own graph."""
-    seen, stack, leaves = set(), [loss.grad_fn], []
-    while stack:
-        function = stack.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if type(function).__name__ == "AccumulateGrad":
-            leaves.append(function.variable)
-        stack.extend(parent for parent, _ in function.next_functions)
-    return leaves
-
-
-def _method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None,
-                     retain_graph: Any = None, create_graph: Any = None,
-                     inputs: Any = None) -> Any:
-    if inputs is None:
-        known = compat.tensor_variables(tx.output)
-        leaves = _leaves(compat.fake_value(self))
-        variables = [known.get(id(leaf)) for leaf in leaves]
-        if not leaves or any(v is None or v.source is None for v in variables):
-            compat.break_graph(
-                "backward() reaches leaves that the trace does not know",
-                f"{sum(v is None or v.source is None for v in variables)} of {len(leaves)} leaf "
-                "tensors of the loss were made outside the traced step",
-                "compute the loss inside the compiled step, from parameters it can see",
-            )
-        # Order of first use as a graph input: the order in which eager would list parameters.
-        position = {id(node): i for i, node in enumerate(tx.output.graph.nodes)}
-        variables.sort(key=lambda v: position.get(id(v.as_proxy().node), 0))
-        for variable in variables:
-            _refuse_hooks(compat.real_value(tx, variable))
-            # A hook registered later has to be noticed: the graph would run past it.
-            compat.guard_value(variable.source, _hookless,
-                               f"no gradient hook on {compat.source_name(variable.source)}")
-        inputs = compat.list_variable(variables)
-    return original(self, tx, gradient, retain_graph, create_graph, inputs)
-
-
-def _hookless(leaf: Any) -> bool:
-    return not (isinstance(leaf, Tensor)
-                and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks))
-
-
-def _refuse_hooks(leaf: Any) -> None:
-    if not _hookless(leaf):
-        compat.break_graph(
-            "a parameter has a gradient hook", "hooks on parameters do not run inside the graph",
-            "remove the hook, or apply the same change to p.grad between backward and step")
 
 
 def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +181,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
         # it may (the first backward freed nothing it needs), and says so if not.
         if "already consumed" in str(error):
-            _tell(error, "backward() goes through a graph that an earlier one has used up",
-                  "pass retain_graph=True to the earlier one, or add the losses up first")
+            _tell_of_break(error, "backward() goes through a graph that an earlier one has used up",
+                           "pass retain_graph=True to the earlier one, or add the losses up first")
             compat.run_in_eager(error)
         raise
     _notes_of(tx).backwards += 1
@@ -282,7 +242,7 @@ def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: 
     return original(tx, args, kwargs)
 
 
-_told: set[tuple] = set()
+_told: weakref.WeakSet = weakref.WeakSet()
 
 
 def forget() -> None:
@@ -290,38 +250,35 @@ def forget() -> None:
     _told.clear()
 
 
-def _tell(error: Any, cause: str, remedy: str) -> None:
-    """Note why the step is not whole, and say so once for each line."""
-    place = compat.break_place(error)
-    if place is None:
-        return
-    file, line, code = place
-    where = f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
-    _notes.reason = f"{where}: {cause}"
-    if (file, line) not in _told:
-        _told.add((file, line))
+def tell(where: str, cause: str, remedy: str) -> None:
+    """Note why the step is not whole, and say so: once for each compiled function, since after
+    the first break torch compiles its parts and finds more."""
+    _notes.reason = _notes.reason or f"{where}: {cause}"
+    if _notes.step not in _told:
+        _told.add(_notes.step)
         log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
                     "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
 
 
+def _tell_of_break(error: Any, cause: str, remedy: str) -> None:
+    place = compat.break_place(error)
+    if place is not None:
+        file, line, code = place
+        tell(f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`", cause, remedy)
+
+
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
-    """One line for each place where a step stops being one graph. After the optimizer has run
+    """Tell where a step stops being one graph. After the optimizer has run
     (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
     error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
     if not (counted.backwards and counted.updates) and not counted.resumed:
-        _tell(error, *compat.break_reason(error))
+        _tell_of_break(error, *compat.break_reason(error))
     return original(self, code_options, reason, exc, **kwargs)
 
 
 _FORMS: dict[Any, Callable] = {}
-
-# Functions that make a module ready for its first forward, and do nothing after that. They run
-# as they are while the step is traced; in the trace they would end its graph for good.
-PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
-
-
 MICRO_BATCHES = ("memopt_compile.api", "micro_batches")
 
 
@@ -331,15 +288,14 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if (self.fn.__module__, self.fn.__name__) in PREPARATIONS:
-        given = [compat.object_behind(a) for a in args]
-        if not kwargs and all(isinstance(g, torch.nn.Module) for g in given):
-            return compat.VariableTracker.build(tx, self.fn(*given))
+    prepared = function_capture.prepare(self.fn, args, kwargs, tx)
+    if prepared is not None:
+        return prepared
     if (self.fn.__module__, self.fn.__name__) == MICRO_BATCHES:
         chunks = original(self, tx, args, kwargs)
         _notes_of(tx).loops.append(loop_capture.Loop(chunks.items))
         return chunks
-    form = _FORMS.get(self.fn) if self.fn.__module__.startswith("torch.optim") else None
+    form = _FORMS.get(self.fn)
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
@@ -355,38 +311,28 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
     return original(self, tx, args, kwargs)
 
 
-def _call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
-    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once."""
-    known = [compat.constant_value(a) for a in (*args, *kwargs.values())]
-    if name.endswith("_once") and hasattr(self.value, name) and all(ok for ok, _ in known):
-        values = [value for _, value in known]
-        getattr(self.value, name)(*values[:len(args)], **dict(zip(kwargs, values[len(args):])))
-        return compat.VariableTracker.build(tx, None)
-    return original(self, tx, name, args, kwargs)
-
-
 # ---------------------------------------------------------------- putting it in force
 
 
 @contextlib.contextmanager
-def scope(code: Any = None, options: Any = None) -> Iterator[Notes]:
-    """Trace the frame of `code` for whole-step capture; others in the process are untouched."""
+def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
+    """Trace a frame of `step` for whole-step capture; others in the process are untouched."""
     global _notes
     outer, _notes = _notes, Notes(
+        frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
+        resumed=code.co_name.startswith("torch_dynamo_resume_in_"),
         folds=(options or {}).get("accumulate") == "optimizer_states")
-    if code is not None:
-        _notes.frame = code
-        _notes.where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-        _notes.resumed = code.co_name.startswith("torch_dynamo_resume_in_")
     if not _FORMS:
-        _FORMS.update(optimizer_capture.single_tensor_forms())
+        _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
     try:
         with compat_dynamo.tracing_scope(
-            method_backward=_method_backward, optimizer_getattr=_optimizer_getattr,
+            method_backward=backward_capture.method_backward, optimizer_getattr=_optimizer_getattr,
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
-            call_logger=_call_logger, compare=_compare, log_graph_break=_log_graph_break,
-            next_item=_next_item,
+            call_logger=function_capture.call_logger, call_skipped=function_capture.call_skipped,
+            call_recurrent=function_capture.call_recurrent,
+            add_product=function_capture.add_product, compare=_compare,
+            log_graph_break=_log_graph_break, next_item=_next_item,
         ):
             yield _notes
     finally:
@@ -395,6 +341,11 @@ def scope(code: Any = None, options: Any = None) -> Iterator[Notes]:
 
 def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
-    return compat_dynamo.frame_hook(
-        lambda backend, code, options: scope(code, options) if is_ours(backend)
-        else contextlib.nullcontext())
+    def wrap(backend: Any, options: Any, step: Any, frame: Any) -> Any:
+        if not is_ours(backend):
+            return contextlib.nullcontext()
+        # An update outside its step is left to eager: there is nothing to save in it, and it
+        # would be traced again in each step, for each has gradients of its own.
+        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code, options)
+
+    return compat_dynamo.frame_hook(wrap)

@@ -32,6 +32,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.transformer import _detect_is_causal_mask as detect_is_causal_mask
 from torch.optim._adafactor import _single_tensor_adafactor as single_tensor_adafactor
 from torch.optim.adam import _single_tensor_adam as single_tensor_adam
 from torch.optim.asgd import _single_tensor_asgd as single_tensor_asgd
@@ -43,7 +44,7 @@ __all__ = [
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
     "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
-    "detect_fake_mode", "input_descriptor_index", "output_graph", "output_targets",
+    "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_graph", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
 ]

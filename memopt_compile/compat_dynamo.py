@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph
 from torch._dynamo.symbolic_convert import (
@@ -19,9 +20,10 @@ from torch._dynamo.symbolic_convert import (
     InstructionTranslatorBase,
     compare_op_handlers,
 )
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -32,6 +34,8 @@ from .compat import NumberVariable
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
+
+RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
@@ -48,15 +52,18 @@ def backend_of(frame_converter: Any) -> tuple[Any, Any]:
         backend = inner
 
 
-def frame_hook(wrap: Callable[[Any, Any, Any], contextlib.AbstractContextManager]
-               ) -> Callable[[], None]:
-    """Convert every frame of the process inside ``wrap(backend, code, options)``; returns the
-    undo."""
+def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
+    """Convert every frame of the process inside ``wrap(backend, options, converter, frame)``, or
+    leave it to Python where that is None; returns the undo.
+
+    The converter is one object for each `torch.compile`, whatever frames it comes to."""
     original = convert_frame.ConvertFrameAssert.__call__
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        backend, options = backend_of(self)
-        with wrap(backend, frame.f_code, options):
+        scope = wrap(*backend_of(self), self, frame)
+        if scope is None:  # For this call: others may want to compile the same code.
+            return ConvertFrameReturn(apply_to_code=False)
+        with scope:
             return original(self, frame, *args, **kwargs)
 
     convert_frame.ConvertFrameAssert.__call__ = convert
@@ -82,6 +89,9 @@ def tracing_scope(
     autograd_grad: Callable,
     call_function: Callable,
     call_logger: Callable,
+    call_skipped: Callable,
+    call_recurrent: Callable,
+    add_product: Callable,
     compare: Callable,
     log_graph_break: Callable,
     next_item: Callable,
@@ -135,9 +145,13 @@ def tracing_scope(
         return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
     with (
-        dynamo_config.patch(trace_autograd_ops=True),
+        dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True),
+        # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
+        mock.patch.object(decompositions, "select_one_layer_lstm_function",
+                          lambda *args: decompositions.one_layer_lstm),
         replaced(TensorVariable, "method_backward", method_backward),
         replaced(TensorVariable, "var_getattr", tensor_getattr),
+        replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
@@ -146,6 +160,7 @@ def tracing_scope(
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
+        replaced(SkipFunctionVariable, "call_function", call_skipped),
         replaced(next(c for c in (InstructionTranslatorBase, InstructionTranslator)
                       if "log_graph_break" in vars(c)), "log_graph_break", log_graph_break),
         replaced(ListIteratorVariable, "tp_iternext_impl" if "tp_iternext_impl" in vars(
@@ -155,6 +170,7 @@ def tracing_scope(
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,
-                                   torch._check_tensor_all: handle_check}),
+                                   torch._check_tensor_all: handle_check,
+                                   **dict.fromkeys(RECURRENT, call_recurrent)}),
     ):
         yield

@@ -146,9 +146,9 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.trace_again(unlike or "the step is not whole")
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error
-        record.kind, record.reason = "ordinary", "the step changes a tensor that autograd still follows"
-        log.warning("%s: not captured whole: %s. It runs by the ordinary path; make such changes "
-                    "under torch.no_grad().", notes.where, record.reason)
+        capture.tell(notes.where, "the step changes a tensor that autograd still follows",
+                     "make such changes under torch.no_grad()")
+        record.kind, record.reason = "ordinary", notes.reason
         return gm.forward
     if record.options.verify:
         run = verifying(run, gm, record)

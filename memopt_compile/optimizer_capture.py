@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from typing import Any, Callable
 
@@ -123,6 +124,15 @@ def own_step(optimizer: torch.optim.Optimizer) -> Callable:
     while getattr(step, "__qualname__", "") and step.__code__.co_qualname in wrappers:
         step = step.__wrapped__
     return step
+
+
+def is_update(frame: Any) -> bool:
+    """Whether a frame is part of an optimizer's update: code of `torch.optim`, or its own `step`."""
+    first = next(iter(frame.f_locals.values()), None)
+    if isinstance(first, torch.optim.Optimizer) and frame.f_code is own_step(first).__code__:
+        return True
+    return (frame.f_code.co_filename.startswith(os.path.dirname(torch.optim.__file__))
+            and not isinstance(first, torch.nn.Module))  # an `AveragedModel` is a model
 
 
 def make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:

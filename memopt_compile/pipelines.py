@@ -42,6 +42,10 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
         (True, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),
+        # What writes in place needs no buffer of its own: another order may be best now, and
+        # that lets other buffers die in time to be written into.
+        (eager, ScheduleForPeak),
+        (eager, ReuseBuffers),
     ]
     return tuple(make() for wanted, make in story if wanted)
 

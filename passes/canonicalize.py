@@ -9,8 +9,9 @@ shares. The rules, cited in the code:
 3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``).
 4. A copy (``clone``, ``_to_copy`` or functional ``copy``) with the geometry of its source is its
    source, if both can share a storage: see `_Storages.may_share`.
-5. Any other functional ``copy`` becomes a ``clone`` or ``_to_copy`` of its source; the buffer that
-   only lent its layout falls to rule 1.
+5. Any other functional ``copy`` becomes a ``clone`` or ``_to_copy`` of its source, or the source
+   itself if all that follows is a scatter of its values; the buffer that only lent its layout
+   falls to rule 1.
 6. ``copy_(p, p)`` goes.
 7. Equal views, and equal computations on 0-dim tensors, are made once. Larger values are not
    shared: that would keep them alive for longer.
@@ -51,6 +52,7 @@ SPLITS = (
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 )
+SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
 FOREACH = (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor, aten._foreach_mul.List)
 
 
@@ -184,11 +186,20 @@ def _simplify_copy(step: StepGraph, node: fx.Node, storages: _Storages, no_view:
         storages.merge(node, source)
         step.replace(node, source)
     elif node.target is aten.copy.default:  # rule 5
+        if list(node.users) == [node.next] and node.next.target in SCATTERS and (
+                node.next.args[0] is not node and _values(source) == _values(node)):
+            storages.merge(node, source)
+            step.replace(node, source)
+            return
         for target, kwargs in _plain_copies(source.meta["val"], node.meta["val"]):
             made = target(source.meta["val"], **kwargs)
             if _describe(made) == _describe(node.meta["val"]):
                 node.target, node.args, node.kwargs = target, (source,), kwargs
                 return
+
+
+def _values(node: fx.Node) -> tuple:
+    return node.meta["val"].dtype, node.meta["val"].device, str(tuple(node.meta["val"].shape))
 
 
 def _plain_copies(source: Tensor, wanted: Tensor) -> list[tuple[Any, dict[str, Any]]]:

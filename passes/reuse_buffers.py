@@ -158,8 +158,8 @@ class _Buffers:
 
     def reuse(self, node: fx.Node) -> None:
         """Let `node` write into the first buffer that may take its result."""
-        if node in self.writes:
-            return  # its own buffer is written into already
+        if self.roots[node] != {node}:
+            return  # it does already
         for buffer in self._candidates(node):
             if self._may_take(buffer, node) and (form := _writing_form(node, buffer)):
                 node.target, node.args, node.kwargs = form
@@ -205,6 +205,8 @@ class _Buffers:
         (root,) = self.roots[buffer]
         if root.op == "get_attr" or root.target is operator.getitem:
             return False  # a tuple's storages live as one in the memory model
+        if root.op == "placeholder" and node in self.writes:
+            return False  # what is written there later is not what the input is to hold
         same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])
         if any(_geometry(a) != _geometry(node) for a in same) or not same_bytes(buffer, node):
             return False  # rule 3
@@ -239,6 +241,8 @@ class _Buffers:
         for member in self.members.pop(node):
             self.roots[member] = self.roots[member] - {node} | {root}
             self.members[root].add(member)
+        if node in self.writes:
+            self.writes.setdefault(root, []).extend(self.writes.pop(node))
 
 
 def _writing_form(node: fx.Node, buffer: fx.Node) -> tuple[Any, tuple, dict] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import rows_functions  # noqa: F401  (fills both)
 import rows_models  # noqa: F401  (fills ROWS)
 import rows_ordinary  # noqa: F401  (fills ORDINARY)
 import rows_steps  # noqa: F401  (fills ROWS)

@@ -155,3 +155,23 @@ def two_backwards_that_share_a_sum() -> Loop:
         return moved.detach()
 
     return loop(model, opt, step)
+
+
+@ordinary
+def break_below_a_generator() -> Loop:
+    """torch cannot compile what is left of the step then: it runs its parts, each on its own."""
+    models = nn.ModuleList([mlp(), mlp()])
+    opt = adamw(models)
+
+    def loss_of(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        return loss if loss.item() < 1e6 else loss * 0
+
+    def step(x, y):
+        loss = sum(loss_of(model, x, y) for model in models)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(models, opt, step)

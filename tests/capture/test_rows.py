@@ -27,9 +27,6 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9):
 # Steps that alternate between two shapes of work need a graph for each, and one more when the
 # optimizer's state has grown by the parameters that the first call did not use.
 GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4}
-# The penalty breaks the graph where its leaf is made and, in torch 2.13, where that would get a
-# gradient.
-LINES = {"gradient_penalty": 2}
 # Muon orthogonalizes in bfloat16: one bit of difference in the gradient is 2^-8 in its update.
 TOLERANCE = {"Muon": 5e-2}
 
@@ -47,10 +44,10 @@ def test_optimizer(name):
 @pytest.mark.parametrize("name", rows.ORDINARY)
 def test_ordinary_path(name, caplog):
     with caplog.at_level(logging.WARNING, "memopt_compile"):
-        check(rows.ORDINARY[name], whole=False)
-    lines = [r.message for r in caplog.records if "not captured whole" in r.message]
-    assert 1 <= len(lines) <= LINES.get(name, 1), lines
-    assert ".py:" in lines[0]
+        compilations = check(rows.ORDINARY[name], whole=False)
+    assert not any(c.where.startswith("adam") for c in compilations), "an update by itself"
+    (line,) = [r.message for r in caplog.records if "not captured whole" in r.message]
+    assert ".py:" in line and "Remedy" in line
 
 
 @pytest.mark.parametrize("name", rows.ORDINARY)
@@ -59,7 +56,9 @@ def test_fullgraph_refuses(name):
     with pytest.raises(Exception) as caught:
         train(rows.ORDINARY[name], lambda f: torch.compile(f, backend="memopt", fullgraph=True,
                                              options={"lowering": "eager"}))
-    assert "torch._dynamo" in type(caught.value).__module__ or "memopt" in type(caught.value).__module__
+    # A step that an earlier test left to Python is torch's own RuntimeError.
+    assert any(known in f"{type(caught.value).__module__}: {caught.value}"
+               for known in ("torch._dynamo", "memopt", "fullgraph=True found no compiled frames"))
 
 
 def test_autocast():

@@ -34,19 +34,27 @@ def test_architecture(name):
 
 # Adafactor reads numbers from tensors, fused updates may not be traced, foreach ones need every
 # gradient at once.
-@pytest.mark.parametrize("name", ["Adafactor: default", "AdamW: fused", "ASGD: foreach"])
+@pytest.mark.parametrize("name", ["Adafactor: default", "AdamW: fused", "ASGD: foreach",
+                                  "NAdam: foreach"])
 def test_optimizer(name):
-    right_and_whole(OPTIMIZERS[name])
+    row = right_and_whole(OPTIMIZERS[name])
+    assert row.peak <= row.eager_peak
 
 
-@pytest.mark.parametrize("name", ["nn.BatchNorm1d", "nn.Embedding", "nn.KLDivLoss"])
+@pytest.mark.parametrize("name", ["nn.BatchNorm1d", "nn.Embedding", "nn.KLDivLoss", "nn.CircularPad1d",
+                                  "nn.TransformerEncoder (9)"])
 def test_module(name):
-    right_and_whole(MODULES[name])
+    row = right_and_whole(MODULES[name])
+    assert row.peak <= row.eager_peak
+    assert abs(row.prediction_error) <= 0.01
 
 
-def test_ordinary_path_is_right_and_said():
-    row = check.run(OPTIMIZERS["LBFGS: default"])
+@pytest.mark.parametrize("case", [OPTIMIZERS["LBFGS: default"], MODULES["nn.GaussianNLLLoss"]],
+                         ids=lambda case: case.name)
+def test_ordinary_path_is_right_and_said(case):
+    row = check.run(case)
     assert row.right and not row.whole and row.said
+    assert row.peak <= row.eager_peak
 
 
 def test_wrong_numbers_are_seen():

@@ -216,3 +216,15 @@ def test_a_sum_drops_what_a_view_would_drop():
     check(graph, Canonicalize())
     sums = [n.args[1:] for n in graph.computing() if n.target is torch.ops.aten.sum.dim_IntList]
     assert sums == [([0],), ([0, 1],), ([0], True)] and graph.op_counts()["view"] == 1
+
+
+def test_a_copy_whose_values_are_scattered_is_its_source():
+    def body(x):
+        padded = torch.zeros(3, 6, dtype=torch.float64)
+        part = torch.ops.aten.copy(padded[:, 1:2], x)
+        return torch.slice_scatter(padded, part, 1, 1, 2)
+
+    step = by_hand(body, ("x", doubles(3, 1)))
+    check(step, Canonicalize())
+    assert "copy" not in step.text()
+    assert "slice_scatter(zeros_0, x0, 1, 1, 2)" in step.text()

@@ -228,6 +228,16 @@ def test_a_piece_that_is_still_needed_keeps_the_whole():
     check(by_hand(fused, ("x", doubles(2, 2) - 0.5)), Canonicalize(), ReuseBuffers())
 
 
+def test_what_is_written_into_moves_to_another_buffer():
+    def body(x, y):
+        moved = x + y
+        return (moved / y).mul_(2).sum()
+
+    step = by_hand(body, ("x", doubles(4, 4)), ("x", doubles(4, 4)))
+    check(step, ReuseBuffers())
+    assert "div_0: f64[4, 4] = div_(add_0, x1)" in step.text()
+
+
 def test_hidden_views_are_refused():
     step = by_hand(lambda x: torch.split(x + 1, 1)[0] + 1, ("x", doubles(2, 2)))
     assert "split" in ReuseBuffers().requires(step)

@@ -1,0 +1,106 @@
+"""What Dynamo does while it traces for memopt with functions that would end its graph.
+
+Each rule keeps what the function means. What it cannot keep (a warning that is an error, say) is
+left to Dynamo, and so to the ordinary path.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Callable
+
+import torch
+
+from . import compat
+
+# Functions that make a module ready for its first forward, and do nothing after that. They run
+# as they are while the step is traced; in the trace they would end its graph for good.
+PREPARATIONS = {("transformers.utils.output_capturing", "maybe_install_capturing_hooks")}
+
+# The cells of a recurrent network that are traced: each is some forty operators, and all of them
+# together are then about as many as a GPT of nine layers has.
+MOST_CELLS = 128
+
+
+def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """`nn.Transformer` reads off a mask's numbers whether it is the causal one, for speed only:
+    where this says no, the mask itself is applied."""
+    return is_causal is True
+
+
+FORMS = {compat.detect_is_causal_mask: is_causal_mask}
+
+
+def prepare(function: Any, args: Any, kwargs: Any, tx: Any) -> Any:
+    """The result of one of `PREPARATIONS`, None for any other function."""
+    if kwargs or (function.__module__, function.__name__) not in PREPARATIONS:
+        return None
+    given = [compat.object_behind(a) for a in args]
+    if not all(isinstance(g, torch.nn.Module) for g in given):
+        return None
+    return compat.VariableTracker.build(tx, function(*given))
+
+
+def call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
+    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once."""
+    known = _constants(args, kwargs)
+    if name.endswith("_once") and hasattr(self.value, name) and known:
+        getattr(self.value, name)(*known[0], **known[1])
+        return compat.VariableTracker.build(tx, None)
+    return original(self, tx, name, args, kwargs)
+
+
+def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict) -> Any:
+    """``warnings.warn`` speaks while tracing and names the line that it would name in eager, where
+    it is heard once too, unless Python's filters ask for more."""
+    known = _constants(args, kwargs) if self.value is warnings.warn else None
+    if known and _warn(tx, *known[0], **known[1]):
+        return compat.VariableTracker.build(tx, None)
+    return original(self, tx, args, kwargs)
+
+
+def _warn(tx: Any, message: Any, category: Any = None, stacklevel: int = 1, **other: Any) -> bool:
+    if other:
+        return False
+    for _ in range(stacklevel - 1):
+        tx = tx.parent or tx
+    try:
+        warnings.warn_explicit(message, category or UserWarning, tx.f_code.co_filename, tx.lineno,
+                               registry=tx.f_globals.setdefault("__warningregistry__", {}))
+    except Warning:  # Python was told to raise it: in the step, not here
+        return False
+    return True
+
+
+def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+    """A recurrent network is traced cell by cell, unless it has too many of them."""
+    if len(args) != 9 or not compat.constant_value(args[3])[0]:
+        return  # packed sequences: their lengths are numbers in a tensor, which Dynamo refuses
+    layers, dropout, train, both, batch_first = (compat.constant_value(a)[1] for a in args[4:])
+    if dropout and train and layers > 1:
+        compat.break_graph(
+            "dropout between the layers of a recurrent network", "torch's trace of it has none",
+            "make each layer a module of its own, with nn.Dropout between them")
+    steps = compat.fake_value(args[0].realize()).shape[1 if batch_first else 0]
+    cells = steps * layers * (2 if both else 1)
+    if cells > MOST_CELLS:
+        compat.break_graph(
+            "a recurrent network over a long sequence",
+            f"one operator in eager, but {cells} cells of their own in a graph",
+            f"cut the sequence so that steps, layers and directions make at most {MOST_CELLS}")
+
+
+def add_product(original: Callable, self: Any, tx: Any, a: Any, b: Any, *, value: Any = None) -> Any:
+    """``addcmul_`` with a plain number stays the one operator that eager runs. (Dynamo takes it
+    apart, for the sake of numbers that are tensors, and the product needs a buffer.)"""
+    if value is not None and compat.constant_value(value)[0]:
+        return None
+    return original(self, tx, a, b, value=value)
+
+
+def _constants(args: Any, kwargs: dict) -> tuple[list, dict] | None:
+    """The arguments of a call as plain values, None if Dynamo does not know one of them."""
+    known = [compat.constant_value(a) for a in (*args, *kwargs.values())]
+    values = [value for _, value in known]
+    return ((values[:len(args)], dict(zip(kwargs, values[len(args):])))
+            if all(ok for ok, _ in known) else None)

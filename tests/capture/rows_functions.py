@@ -1,0 +1,97 @@
+"""Functions that would end Dynamo's graph, and have their place in ours."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from loops import BATCH, CLASSES, WIDTH, Loop, ordinary, plain, row
+from torch import Tensor, nn
+
+
+class Recurrent(nn.Module):
+    """The batch read as sequences of a given number of steps."""
+
+    def __init__(self, kind: type, steps: int = 3, **kwargs) -> None:
+        super().__init__()
+        self.steps = steps
+        self.body = kind(WIDTH, WIDTH, batch_first=True, **kwargs)
+        self.head = nn.Linear(WIDTH * (2 if kwargs.get("bidirectional") else 1), CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.body(x.unsqueeze(1).expand(-1, self.steps, -1))
+        return self.head(hidden[:, -1])
+
+
+@row
+def rnn() -> Loop:
+    return plain(Recurrent(nn.RNN))
+
+
+@row
+def gru() -> Loop:
+    return plain(Recurrent(nn.GRU, bidirectional=True))
+
+
+@row
+def lstm() -> Loop:
+    return plain(Recurrent(nn.LSTM, num_layers=2))
+
+
+@ordinary
+def lstm_with_dropout() -> Loop:
+    return plain(Recurrent(nn.LSTM, num_layers=2, dropout=0.3))
+
+
+@ordinary
+def long_lstm() -> Loop:
+    return plain(Recurrent(nn.LSTM, steps=70, num_layers=2))
+
+
+@ordinary
+def packed_lstm() -> Loop:
+    class Packed(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = torch.arange(BATCH, 0, -1).clamp(max=self.steps)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x.unsqueeze(1).expand(-1, self.steps, -1), lengths, batch_first=True)
+            return self.head(self.body(packed)[1][0][-1])
+
+    return plain(Packed(nn.LSTM))
+
+
+def encoder(mask: Tensor) -> Loop:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.1)
+            self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x.unsqueeze(1), mask=mask)[:, 0])
+
+    return plain(Encoder())
+
+
+@row
+def causal_mask() -> Loop:
+    return encoder(nn.Transformer.generate_square_subsequent_mask(BATCH, dtype=torch.float64))
+
+
+@row
+def other_mask() -> Loop:
+    return encoder(torch.eye(BATCH, dtype=torch.float64))
+
+
+@row
+def warning_in_forward() -> Loop:
+    class Warning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("of this step", FutureWarning, stacklevel=2)
+            return self.body(x)
+
+    return plain(Warning())

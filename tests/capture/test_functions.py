@@ -1,0 +1,88 @@
+"""What functions with a rule of their own say and raise, beside their numbers (`rows_functions`)."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+
+def compiled():
+    torch._dynamo.reset()
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        warnings.warn("told by the step", FutureWarning)
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return model, step, torch.compile(step, backend="memopt", options={"lowering": "eager"})
+
+
+def test_a_warning_names_the_line_that_eager_would_name():
+    _, step, fast = compiled()
+    told = []
+    for each in (step, fast):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            step.__globals__.pop("__warningregistry__", None)
+            each(torch.ones(2, 3))
+            each(torch.ones(2, 3))
+        (one,) = [w for w in caught if "told by the step" in str(w.message)]
+        told.append((one.category, one.filename, one.lineno))
+    assert told[0] == told[1]
+
+
+def test_a_warning_that_is_an_error_is_raised_as_in_eager(caplog):
+    model, _, fast = compiled()
+    before = model.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        with pytest.raises(FutureWarning, match="told by the step"):
+            fast(torch.ones(2, 3))
+    assert torch.equal(before, model.weight)
+
+
+def test_a_long_recurrence_is_said(caplog):
+    torch._dynamo.reset()
+    network = nn.GRU(3, 3)
+
+    def step(x):
+        network(x)[0].sum().backward()
+
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        torch.compile(step, backend="memopt", options={"lowering": "eager"})(torch.ones(200, 1, 3))
+    (line,) = [r.getMessage() for r in caplog.records if "not captured whole" in r.getMessage()]
+    assert "200 cells" in line and "at most 128" in line and "test_functions.py" in line
+    assert network.weight_hh_l0.grad is not None
+
+
+def test_an_lstm_in_float32():
+    """Where torch's own choice for the trace is a kernel that ends the process in backward."""
+    torch._dynamo.reset()
+
+    def train(compile):
+        torch.manual_seed(0)
+        network = nn.LSTM(3, 4)
+        opt = torch.optim.SGD(network.parameters(), lr=0.1)
+
+        def step(x):
+            loss = network(x)[0].square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        step = compile(step)
+        return torch.stack([step(torch.ones(5, 2, 3)).detach() for _ in range(4)])
+
+    fast = train(lambda step: torch.compile(step, backend="memopt", fullgraph=True,
+                                            options={"lowering": "eager"}))
+    torch.testing.assert_close(train(lambda step: step), fast)
