@@ -102,6 +102,8 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
             return compat.UserMethodVariable(optimizer_capture.zero_grad, self)
     if name == "step":
         return _traced_step(self, tx)
+    if name == "accumulate":  # folds gradients into the state before any step (AdamA)
+        optimizer_capture.make_state(optimizer, tx)
     if name == "_init_group" and hasattr(optimizer, "_init_group"):
         return compat.UserMethodVariable(compat.undisabled(type(optimizer)._init_group), self)
     # Past OptimizerVariable, which would make `capturable` true and its parameters static.

@@ -1,0 +1,231 @@
+"""What the optimizers share: everything but the arithmetic of one parameter.
+
+A new one gives, in one short file, a constructor that names its settings and
+
+- ``new_state(p, group)``: the state of parameter `p` before its first step, tensors by name;
+- ``update(p, grad, state, group)``: one step of `p` from its gradient, all in place;
+- ``check(group)``: a refusal of settings out of range;
+
+and, where the algorithm can take a gradient in parts (see `adama`), `fold` and `apply`, whose
+sequence is the update. Each parameter is updated by itself, so that its update can stand beside
+its backward in a captured step, and each gradient can be freed there.
+
+The step count is a tensor and no number is read from a tensor while a step is traced: nothing
+that training changes makes a compiled step compile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerError
+from .loading import checked, restore
+from .slabs import Slab, cut, slabs
+
+State = dict[str, Tensor]
+Options = Mapping[str, Any]
+
+# How torch's classes can be told to run their update. Here it is always one tensor at a time.
+FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+INSTEAD = {
+    "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
+    "fused": "leave it out: torch.compile fuses the update",
+    "capturable": "leave it out: torch.compile captures the step as it is",
+    "differentiable": "use the class of torch.optim to differentiate through a step",
+}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of the optimizers of this package.
+
+    Args:
+        params: parameters, pairs of name and parameter, or groups, as in `torch.optim`.
+        flags: `foreach`, `fused`, `capturable` and `differentiable` of torch's classes: accepted
+            off, refused on.
+        defaults: the settings, which a group may have its own values of. With `skip_nonfinite` a
+            parameter whose gradient holds NaN or Inf keeps its value and its state.
+
+    A parameter without a gradient is left alone, and its steps are not counted.
+
+    Raises:
+        OptimizerError: a setting out of range, a flag, a complex parameter or a sparse gradient.
+    """
+
+    elementwise: ClassVar[bool] = False
+    """No element's update depends on another element: large tensors go slab by slab."""
+    required: ClassVar[frozenset[str]]
+    """Settings by which a checkpoint is known as one of this algorithm."""
+    state_names: ClassVar[frozenset[str]]
+    """Every name that the state of a parameter may have."""
+
+    def __init__(self, params: Iterable, flags: Mapping[str, Any], **defaults: Any) -> None:
+        if unknown := flags.keys() - FLAGS.keys():
+            raise TypeError(f"{type(self).__name__} has no setting {', '.join(sorted(unknown))}")
+        super().__init__(params, {**defaults, **FLAGS, **flags})
+
+    # ------------------------------------------------------------------ given by each algorithm
+
+    def new_state(self, p: Tensor, group: Options) -> State:
+        raise NotImplementedError
+
+    def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        raise NotImplementedError
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        for flag in FLAGS:
+            if group.get(flag):
+                raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise self.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
+        self.check_at_least(group, "lr", 0)
+        self.check_at_least(group, "weight_decay", 0)
+
+    # ------------------------------------------------------------------ for their use
+
+    def error(self, what: str, do: str) -> OptimizerError:
+        return OptimizerError(what, where=f"memopt.optim.{type(self).__name__}", do=do)
+
+    def check_at_least(self, group: Mapping[str, Any], name: str, least: float) -> None:
+        if not group[name] >= least:
+            raise self.error(f"{name} is {group[name]}", f"choose {name} of at least {least}")
+
+    def check_betas(self, group: Mapping[str, Any], count: int) -> None:
+        betas = group["betas"]
+        if len(betas) != count or not all(
+                not isinstance(b, Tensor) and 0 <= b < 1 for b in betas):
+            raise self.error(f"betas are {betas}", f"choose {count} numbers in [0, 1)")
+
+    def check_factor_dims(self, group: Mapping[str, Any]) -> None:
+        dims = group["factor_dims"]
+        if dims not in (None, "auto") and (isinstance(dims, str) or len(set(dims)) != 2):
+            raise self.error(f"factor_dims is {dims!r}",
+                             "choose None, 'auto' or two different dimensions")
+
+    @staticmethod
+    def no_steps() -> Tensor:
+        """A step count of 0, on the host as torch's: reading it waits for no device."""
+        wide = torch.get_default_dtype() == torch.float64
+        return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
+
+    @staticmethod
+    def count(state: State) -> Any:
+        """The steps so far, this one included: a float, or under capture a 0-dim float64 tensor."""
+        step = state["step"]
+        return step.to(torch.float64) if torch.compiler.is_compiling() else step.item()
+
+    @staticmethod
+    def rate(group: Options) -> Any:
+        """The learning rate, a number or a 0-dim tensor."""
+        lr = group["lr"]
+        return lr.reshape(()) if torch.is_tensor(lr) and lr.dim() else lr
+
+    @staticmethod
+    def gradient(grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
+        """One slab of the gradient to descend along."""
+        return -cut(grad, slab) if group["maximize"] else cut(grad, slab)
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._init_groups()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._guarded(p, p.grad, self.state[p], group)
+        return loss
+
+    def _init_groups(self) -> None:
+        """State for all gradients before any is used: a refusal leaves nothing half done."""
+        for group in self.param_groups:
+            self._init_group(group)
+
+    def _init_group(self, group: Options) -> None:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.layout is not torch.strided:
+                raise self.error("a gradient is sparse", "use torch.optim.SparseAdam, or make the "
+                                 "layer's gradient dense (nn.Embedding(sparse=False))")
+            if not self.state[p]:
+                self.state[p].update(self.new_state(p, group))
+
+    def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        """One step, unless the gradient is not finite and the group minds."""
+        if not group["skip_nonfinite"]:
+            self._advance(p, grad, state, group)
+        elif not torch.compiler.is_compiling():
+            if finite(grad):
+                self._advance(p, grad, state, group)
+        else:  # a graph has no branch: it takes the old values back
+            tensors, keep = [p, *state.values()], finite(grad)
+            before = [tensor.clone() for tensor in tensors]
+            self._advance(p, grad, state, group)
+            for tensor, old in zip(tensors, before):
+                tensor.copy_(torch.where(keep.to(tensor.device), tensor, old))
+
+    def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        if "step" in state:
+            state["step"].add_(1)
+        if not self.elementwise:
+            self.update(p, grad, state, group)
+            return
+        for slab in slabs(p.shape):
+            self.update(cut(p, slab), self.gradient(grad, slab, group), part(state, slab), group)
+
+    # ------------------------------------------------------------------ groups and checkpoints
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if any(p.is_complex() for p in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise self.error("a parameter is complex", "give torch.view_as_real of it")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim`, from this class or torch's of the same name.
+
+        Every tensor gets the type that the state has here (torch would give it the
+        parameter's), so that training goes on bit by bit where it was saved.
+
+        Raises:
+            OptimizerError: the state is another optimizer's. Nothing was loaded.
+        """
+        given: dict[str, Any] = {}
+        # A hook, so that it sees what the user's own hooks have made of the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, state: given.update(checked(self, state)))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        restore(self, given)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group.update(FLAGS)  # how another class ran its update is no setting here
+
+
+def part(state: State, slab: Slab | None) -> State:
+    """The slab of every tensor of a state."""
+    return {name: cut(value, slab) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def finite(grad: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite. The largest magnitude knows, and takes no memory."""
+    if not grad.numel():
+        return torch.tensor(True)
+    return torch.linalg.vector_norm(grad, float("inf")).isfinite()
