@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .base import Optimizer, Options, State
 from .factors import Dims, add_mean, empty_factors, factored, row_share
-from .slabs import Slab, cut, root_mean_square, slabs
+from .slabs import Slab, cut, kept, root_mean_square, slabs
 
 
 class Adafactor(Optimizer):
@@ -80,21 +80,19 @@ class Adafactor(Optimizer):
             factor.mul_(1 - weight)
         for slab in pieces:
             add_mean(moment, cut(grad, slab).square(), slab, dims, p.shape, weight)
-        if dims is not None:
-            moment[0] = row_share(moment[0], dims, tiny)
-
-        def scaled(slab: Slab | None) -> Tensor:
-            return estimate(moment, slab, dims, tiny).mul_(self.gradient(grad, slab, group))
-
+        scaled = kept(lambda slab: inverse_root(moment, slab, dims, tiny).mul_(
+            self.gradient(grad, slab, group)), pieces)
         excess = root_mean_square(scaled, p.shape).to(torch.float64) / group["d"]
         rate = scale / excess.clamp(min=1.0)
         for slab in pieces:
             cut(p, slab).sub_(scaled(slab).mul_(rate))
 
 
-def estimate(moment: list[Tensor], slab: Slab | None, dims: Dims | None, tiny: float) -> Tensor:
-    """1 / max(√V, ε₁) of one slab, V from its factors R / mean(R) and C or itself."""
-    variance = cut(moment[0], slab)
-    if dims is not None:
-        variance = variance * cut(moment[1], slab)
+def inverse_root(moment: list[Tensor], slab: Slab | None, dims: Dims | None,
+                 tiny: float) -> Tensor:
+    """1 / max(√V, ε₁) of one slab, V by its factors or whole."""
+    if dims is None:
+        variance = cut(moment[0], slab)
+    else:
+        variance = row_share(moment[0], slab, dims, tiny) * cut(moment[1], slab)
     return variance.clamp(min=tiny * tiny).rsqrt_()

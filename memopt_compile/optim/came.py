@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .base import Optimizer, Options, State
 from .factors import Dims, add_mean, empty_factors, factored, row_share
-from .slabs import Slab, cut, root_mean_square, slabs
+from .slabs import Slab, cut, kept, root_mean_square, slabs
 
 
 class CAME(Optimizer):
@@ -89,11 +89,8 @@ class CAME(Optimizer):
         squares = moment(state, "exp_avg_sq", dims, beta2)
         for slab in pieces:
             add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, p.shape, 1 - beta2)
-        roots = inverse_roots(squares, dims)
 
-        def scaled(slab: Slab | None) -> Tensor:
-            return inverse_root(roots, slab, dims).mul_(gradient(slab))
-
+        scaled = kept(lambda slab: inverse_root(squares, slab, dims).mul_(gradient(slab)), pieces)
         excess = (root_mean_square(scaled, p.shape) / group["clip_threshold"]).clamp(min=1.0)
 
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
@@ -105,10 +102,11 @@ class CAME(Optimizer):
 
         if group["weight_decay"] != 0:
             p.mul_(1 - lr * group["weight_decay"])
-        roots = inverse_roots(residuals, dims)
         for slab in pieces:
             move = cut(m, slab) * lr
-            cut(p, slab).sub_(move if dims is None else move.mul_(inverse_root(roots, slab, dims)))
+            if dims is not None:
+                move.mul_(inverse_root(residuals, slab, dims))
+            cut(p, slab).sub_(move)
 
 
 def precise(p: Tensor) -> torch.dtype:
@@ -122,13 +120,8 @@ def moment(state: State, name: str, dims: Dims | None, beta: float) -> list[Tens
     return [state[name].mul_(beta) for name in names]
 
 
-def inverse_roots(factors: list[Tensor], dims: Dims | None) -> list[Tensor]:
-    """Factors of 1/√(R·C / mean(R)). Without factors the average itself: its root is as large."""
-    return factors if dims is None else [row_share(factors[0], dims).rsqrt_(), factors[1].rsqrt()]
-
-
-def inverse_root(roots: list[Tensor], slab: Slab | None, dims: Dims | None) -> Tensor:
-    """1/√ of one slab of the average, from what `inverse_roots` gave."""
+def inverse_root(factors: list[Tensor], slab: Slab | None, dims: Dims | None) -> Tensor:
+    """1/√ of one slab of an average: of R·C / mean(R), or of itself where it has no factors."""
     if dims is None:
-        return cut(roots[0], slab).rsqrt()
-    return cut(roots[0], slab) * cut(roots[1], slab)
+        return cut(factors[0], slab).rsqrt()
+    return row_share(factors[0], slab, dims).rsqrt_() * cut(factors[1], slab).rsqrt()

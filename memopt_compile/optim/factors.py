@@ -67,7 +67,9 @@ def add_mean(factors: Sequence[Tensor], part: Tensor, slab: Slab | None, dims: D
         cut(factor, slab).add_(part.sum(gone, keepdim=True) * (weight / count))
 
 
-def row_share(row: Tensor, dims: Dims, floor: float = 0.0) -> Tensor:
-    """R / mean(R), the mean no smaller than `floor`."""
-    mean = row.mean(dims.rows, keepdim=True)
-    return row / (mean.clamp(min=floor) if floor else mean)
+def row_share(row: Tensor, slab: Slab | None, dims: Dims, floor: float = 0.0) -> Tensor:
+    """R / mean(R) of one slab, the mean no smaller than `floor`."""
+    part = cut(row, slab)
+    across = slab is not None and slab.dim in dims.rows  # then the mean is over all slabs
+    mean = (row if across else part).mean(dims.rows, keepdim=True)
+    return part / (mean.clamp(min=floor) if floor else mean)

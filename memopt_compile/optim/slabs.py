@@ -43,6 +43,15 @@ def cut(tensor: Tensor, slab: Slab | None) -> Tensor:
     return tensor.narrow(slab.dim, slab.start, slab.length)
 
 
+def kept(value: Callable[[Slab | None], Tensor],
+         pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
+    """`value` made again for each use of a slab, but once where the only slab is the whole."""
+    if len(pieces) > 1:
+        return value
+    whole = value(pieces[0])
+    return lambda slab: whole
+
+
 def root_mean_square(value: Callable[[Slab | None], Tensor], shape: Sequence[int]) -> Tensor:
     """RMS, 0-dim, of a tensor of this shape that `value` makes a slab at a time."""
     square: Any = 0.0
