@@ -85,6 +85,17 @@ class Optimizer(torch.optim.Optimizer):
         self.check_at_least(group, "lr", 0)
         self.check_at_least(group, "weight_decay", 0)
 
+    def check_parameter(self, p: Tensor, group: Options) -> None:
+        if p.is_complex():
+            raise self.error("a parameter is complex", "give torch.view_as_real of it")
+        dims = group.get("factor_dims")
+        if dims not in (None, "auto") and p.dim() > 1:
+            for dim in dims:
+                if not -p.dim() <= dim < p.dim():
+                    raise self.error(f"a parameter of shape {tuple(p.shape)} has no dimension "
+                                     f"{dim}", "choose factor_dims that all parameters have, or "
+                                     "give this one a group of its own")
+
     # ------------------------------------------------------------------ for their use
 
     def error(self, what: str, do: str) -> OptimizerError:
@@ -188,9 +199,13 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if any(p.is_complex() for p in self.param_groups[-1]["params"]):
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                self.check_parameter(p, group)
+        except OptimizerError:
             self.param_groups.pop()
-            raise self.error("a parameter is complex", "give torch.view_as_real of it")
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`, from this class or torch's of the same name.

@@ -35,7 +35,7 @@ def factored(shape: Sequence[int], choice: str | Sequence[int] | None) -> Dims |
             leaves the smallest factors, and no factors where two pairs of them would have more
             elements than the parameter (then Adam's state would be smaller).
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or 0 in shape:
         return None
     if choice == "auto":
         at = min(range(1, len(shape)), key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
