@@ -55,6 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         OptimizerError: a setting out of range, a flag, a complex parameter or a sparse gradient.
     """
 
+    flags: ClassVar[Mapping[str, Any]] = FLAGS
     elementwise: ClassVar[bool] = False
     """No element's update depends on another element: large tensors go slab by slab."""
     required: ClassVar[frozenset[str]]

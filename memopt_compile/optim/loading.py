@@ -36,8 +36,7 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         if missing := optimizer.required - group.keys():
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
-        optimizer.check({**optimizer.defaults, **group, "foreach": None, "fused": None,
-                         "capturable": False, "differentiable": False})
+        optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
     for _, p, saved, new in saved_parameters(optimizer, state_dict):
         strange = saved.keys() - optimizer.state_names
         # torch's SGD counts no steps: where it has a buffer it has taken one.

@@ -23,7 +23,9 @@ STEPS = 12
 
 
 def network() -> nn.Module:
-    return mlp(nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 3, 3, padding=1), nn.Flatten())
+    model = mlp(nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 3, 3, padding=1), nn.Flatten())
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return model
 
 
 def scheduled(make) -> Loop:
@@ -74,7 +76,7 @@ def test_accumulation_over_micro_batches(settings):
     in_one_graph(lambda: accumulating(**settings))
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adafactor", "CAME"])
+@pytest.mark.parametrize("name", ["Adam", "Adafactor"])
 def test_tensor_rate(name):
     def build():
         built = scheduled(MAKERS[name])
@@ -85,7 +87,7 @@ def test_tensor_rate(name):
     in_one_graph(build)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "CAME", "AdamA"])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_float32_with_momentum_that_changes(name):
     """A second graph, where the momentum first changes, and then no more."""
     def build():
@@ -97,7 +99,7 @@ def test_float32_with_momentum_that_changes(name):
     in_one_graph(build, torch.float32, 1e-4, graphs=2)
 
 
-@pytest.mark.parametrize("name", ["SGD dampened", "Adam", "CAME", "Adafactor"])
+@pytest.mark.parametrize("name", ["SGD dampened", "CAME"])
 def test_not_finite_gradients_are_skipped(name):
     def build():
         model = network()
@@ -109,7 +111,7 @@ def test_not_finite_gradients_are_skipped(name):
             loss.backward()
             opt.step()
             opt.zero_grad()
-            return loss
+            return loss.detach().isnan()
 
         return loop(model, opt, step, arguments=lambda i: (torch.tensor(
             float("nan") if i in (0, 4) else 1.0),))
