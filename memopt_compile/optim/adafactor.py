@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options, State
-from .factors import Dims, add_mean, empty_factors, factored, row_share
+from .base import Options, State
+from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
 from .slabs import Slab, cut, kept, root_mean_square, slabs
 
 
-class Adafactor(Optimizer):
+class Adafactor(FactoredOptimizer):
     """`torch.optim.Adafactor`, with the choice of the dimensions that are factored.
 
     Args:
@@ -48,7 +48,6 @@ class Adafactor(Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
-        self.check_factor_dims(group)
         self.check_at_least(group, "d", 1)
         eps1, eps2 = group["eps"]
         if not (group["beta2_decay"] <= 0 and eps2 >= 0 and (eps1 is None or eps1 >= 0)):
@@ -59,7 +58,7 @@ class Adafactor(Optimizer):
         dims = factored(p.shape, group["factor_dims"])
         if dims is None:
             return {"step": self.no_steps(), "variance": torch.zeros_like(p)}
-        row, column = empty_factors(p, dims)
+        row, column = empty_factors(p, dims, p.dtype)
         return {"step": self.no_steps(), "row_var": row, "col_var": column}
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:

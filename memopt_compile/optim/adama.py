@@ -78,7 +78,7 @@ class AdamA(AdamW):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._fold_and_free(p, group)
+                    self._fold_and_free(p, p.grad, group)
 
     def accumulate_in_backward(self) -> Handles:
         """From now on fold each gradient as soon as a backward has finished it.
@@ -96,10 +96,10 @@ class AdamA(AdamW):
         group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
         with torch.no_grad():
             self._init_group({**group, "params": [p]})
-            self._fold_and_free(p, group)
+            self._fold_and_free(p, p.grad, group)
 
-    def _fold_and_free(self, p: Tensor, group: Options) -> None:
-        grad, p.grad = p.grad, None
+    def _fold_and_free(self, p: Tensor, grad: Tensor, group: Options) -> None:
+        p.grad = None
         if group["skip_nonfinite"] and not finite(grad):
             return
         state = self.state[p]
@@ -120,7 +120,7 @@ class AdamA(AdamW):
         self.accumulate()
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p] if p in self.state else {}
+                state = self.state.get(p, {})
                 if state.pop("folded", 0):
                     for slab in slabs(p.shape):
                         self.apply(cut(p, slab), part(state, slab), group)

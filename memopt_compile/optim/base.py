@@ -71,12 +71,19 @@ class Optimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ given by each algorithm
 
     def new_state(self, p: Tensor, group: Options) -> State:
+        """What parameter `p` begins with, on its device; a `step` from `no_steps`, if counted."""
         raise NotImplementedError
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        """One step of `p` and its state, in place; `step` already counts it.
+
+        An `elementwise` update gets slabs of all of these, and a gradient to descend along.
+        Another gets the whole, and takes `gradient` of it.
+        """
         raise NotImplementedError
 
     def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse settings that are out of range, of a new group or a loaded one."""
         for flag in FLAGS:
             if group.get(flag):
                 raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
@@ -87,15 +94,9 @@ class Optimizer(torch.optim.Optimizer):
         self.check_at_least(group, "weight_decay", 0)
 
     def check_parameter(self, p: Tensor, group: Options) -> None:
+        """Refuse a parameter that this algorithm cannot train with the group's settings."""
         if p.is_complex():
             raise self.error("a parameter is complex", "give torch.view_as_real of it")
-        dims = group.get("factor_dims")
-        if dims not in (None, "auto") and p.dim() > 1:
-            for dim in dims:
-                if not -p.dim() <= dim < p.dim():
-                    raise self.error(f"a parameter of shape {tuple(p.shape)} has no dimension "
-                                     f"{dim}", "choose factor_dims that all parameters have, or "
-                                     "give this one a group of its own")
 
     # ------------------------------------------------------------------ for their use
 
@@ -111,12 +112,6 @@ class Optimizer(torch.optim.Optimizer):
         if len(betas) != count or not all(
                 not isinstance(b, Tensor) and 0 <= b < 1 for b in betas):
             raise self.error(f"betas are {betas}", f"choose {count} numbers in [0, 1)")
-
-    def check_factor_dims(self, group: Mapping[str, Any]) -> None:
-        dims = group["factor_dims"]
-        if dims not in (None, "auto") and (isinstance(dims, str) or len(set(dims)) != 2):
-            raise self.error(f"factor_dims is {dims!r}",
-                             "choose None, 'auto' or two different dimensions")
 
     @staticmethod
     def no_steps() -> Tensor:

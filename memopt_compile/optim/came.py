@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options, State
-from .factors import Dims, add_mean, empty_factors, factored, row_share
+from .base import Options, State
+from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
 from .slabs import Slab, cut, kept, root_mean_square, slabs
 
 
-class CAME(Optimizer):
+class CAME(FactoredOptimizer):
     """CAME, equal step by step to the published package with its defaults.
 
     Args:
@@ -61,7 +61,6 @@ class CAME(Optimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_betas(group, 3)
-        self.check_factor_dims(group)
         eps1, eps2 = group["eps"]
         if not (eps1 >= 0 and eps2 >= 0 and group["clip_threshold"] > 0):
             raise self.error(
@@ -69,13 +68,12 @@ class CAME(Optimizer):
                 "choose eps of at least 0 and a clip_threshold above 0")
 
     def new_state(self, p: Tensor, group: Options) -> State:
-        p = p.to(precise(p))
-        dims = factored(p.shape, group["factor_dims"])
-        state = {"exp_avg": torch.zeros_like(p)}
+        dims, kind = factored(p.shape, group["factor_dims"]), precise(p)
+        state = {"exp_avg": torch.zeros_like(p, dtype=kind)}
         if dims is None:
-            return {**state, "exp_avg_sq": torch.zeros_like(p)}
-        for moment in ("exp_avg_sq", "exp_avg_res"):
-            state[f"{moment}_row"], state[f"{moment}_col"] = empty_factors(p, dims)
+            return {**state, "exp_avg_sq": torch.zeros_like(p, dtype=kind)}
+        for name in ("exp_avg_sq", "exp_avg_res"):
+            state[f"{name}_row"], state[f"{name}_col"] = empty_factors(p, dims, kind)
         return state
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:

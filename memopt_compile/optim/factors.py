@@ -11,12 +11,35 @@ own, or belong to the rows or columns as well (`Dims`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from .base import Optimizer, Options
 from .slabs import Slab, cut
+
+
+class FactoredOptimizer(Optimizer):
+    """An optimizer with the setting `factor_dims`, seen to fit its parameters."""
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        dims = group["factor_dims"]
+        if dims not in (None, "auto") and (isinstance(dims, str) or len(dims) != 2):
+            raise self.error(f"factor_dims is {dims!r}", "choose None, 'auto' or two dimensions")
+
+    def check_parameter(self, p: Tensor, group: Options) -> None:
+        super().check_parameter(p, group)
+        dims = group["factor_dims"]
+        if dims in (None, "auto") or p.dim() < 2:
+            return
+        places = {d % p.dim() for d in dims if -p.dim() <= d < p.dim()}
+        if len(places) < 2:
+            raise self.error(
+                f"a parameter of shape {tuple(p.shape)} cannot be factored by {tuple(dims)}",
+                "choose two dimensions that it has, or give it a group of its own")
 
 
 class Dims(NamedTuple):
@@ -26,7 +49,7 @@ class Dims(NamedTuple):
     columns: tuple[int, ...]
 
 
-def factored(shape: Sequence[int], choice: str | Sequence[int] | None) -> Dims | None:
+def factored(shape: Sequence[int], choice: Any) -> Dims | None:
     """How a parameter of this shape is factored, None for not at all.
 
     Args:
@@ -42,14 +65,15 @@ def factored(shape: Sequence[int], choice: str | Sequence[int] | None) -> Dims |
         if 2 * (math.prod(shape[:at]) + math.prod(shape[at:])) > math.prod(shape):
             return None
         return Dims(tuple(range(at)), tuple(range(at, len(shape))))
-    row, column = choice or (-2, -1)
-    return Dims((row % len(shape),), (column % len(shape),))
+    row, column = (d % len(shape) for d in choice or (-2, -1))
+    return Dims((row,), (column,))
 
 
-def empty_factors(p: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
-    """Zeros for R and C of a parameter, in its type and on its device."""
-    return tuple(p.new_zeros([1 if d in gone else size for d, size in enumerate(p.shape)])
-                 for gone in (dims.columns, dims.rows))
+def empty_factors(p: Tensor, dims: Dims, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Zeros for R and C of a parameter, on its device."""
+    row, column = ([1 if d in gone else size for d, size in enumerate(p.shape)]
+                   for gone in (dims.columns, dims.rows))
+    return p.new_zeros(row, dtype=dtype), p.new_zeros(column, dtype=dtype)
 
 
 def add_mean(factors: Sequence[Tensor], part: Tensor, slab: Slab | None, dims: Dims | None,

@@ -13,11 +13,11 @@ from torch import nn
 from training import MAKERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-from harness import largest_difference, train  # noqa: E402
-from loops import Loop, loop, mlp, plain  # noqa: E402
+from harness import largest_difference, train
+from loops import Loop, loop, mlp, plain
 
-import memopt_compile as memopt  # noqa: E402
-from memopt_compile import driver  # noqa: E402
+import memopt_compile as memopt
+from memopt_compile import driver
 
 STEPS = 12
 
