@@ -15,17 +15,17 @@ from torch import Tensor
 
 from .base import Options, State
 from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
-from .slabs import Slab, cut, kept, root_mean_square, slabs
+from .slabs import Slab, cut, kept, root_mean_square
 
 
 class Adafactor(FactoredOptimizer):
     """`torch.optim.Adafactor`, with the choice of the dimensions that are factored.
 
     Args:
-        params, lr, beta2_decay, eps (ε₁, ε₂), d, weight_decay, maximize: as in
+        params, lr, beta2_decay, eps (ε₁, ε₂), d, weight_decay: as in
             `torch.optim.Adafactor`; ε₁ None is the rounding unit of the parameter's type.
         factor_dims: see `factors.factored`. Without it, the last two dimensions.
-        skip_nonfinite, flags: see `Optimizer`.
+        options: see `Optimizer`. No moment has the parameter's shape: `state_bits` is idle.
 
     State of a parameter: `step`, and `row_var` (R) and `col_var` (C) with size 1 where they
     average, or `variance` (V) of its shape for one that is not factored; in its type.
@@ -39,12 +39,10 @@ class Adafactor(FactoredOptimizer):
 
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-2, beta2_decay: float = -0.8,
                  eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0,
-                 weight_decay: float = 0.0, *, maximize: bool = False,
-                 factor_dims: str | Sequence[int] | None = None, skip_nonfinite: bool = False,
-                 **flags: Any) -> None:
-        super().__init__(params, flags, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d,
-                         weight_decay=weight_decay, maximize=maximize, factor_dims=factor_dims,
-                         skip_nonfinite=skip_nonfinite)
+                 weight_decay: float = 0.0, *, factor_dims: str | Sequence[int] | None = None,
+                 **options: Any) -> None:
+        super().__init__(params, options, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d,
+                         weight_decay=weight_decay, factor_dims=factor_dims)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
@@ -67,21 +65,21 @@ class Adafactor(FactoredOptimizer):
         count = torch.as_tensor(self.count(state), dtype=torch.float64)
         weight = count ** group["beta2_decay"]
         pace = (count**-0.5).clamp(max=lr)
-        size = root_mean_square(lambda slab: cut(p, slab), p.shape).to(torch.float64)
+        pieces = self.slabs(p, group)
+        size = root_mean_square(lambda slab: cut(p, slab), pieces, p.numel()).to(torch.float64)
         scale = size.clamp(min=eps2) * pace
         if group["weight_decay"] != 0:
             p.mul_(1 - lr * group["weight_decay"])
 
         dims = factored(p.shape, group["factor_dims"])
         moment = [state["variance"]] if dims is None else [state["row_var"], state["col_var"]]
-        pieces = slabs(p.shape)
         for factor in moment:
             factor.mul_(1 - weight)
         for slab in pieces:
             add_mean(moment, cut(grad, slab).square(), slab, dims, p.shape, weight)
         scaled = kept(lambda slab: inverse_root(moment, slab, dims, tiny).mul_(
             self.gradient(grad, slab, group)), pieces)
-        excess = root_mean_square(scaled, p.shape).to(torch.float64) / group["d"]
+        excess = root_mean_square(scaled, pieces, p.numel()).to(torch.float64) / group["d"]
         rate = scale / excess.clamp(min=1.0)
         for slab in pieces:
             cut(p, slab).sub_(scaled(slab).mul_(rate))

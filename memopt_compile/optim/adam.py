@@ -19,10 +19,10 @@ class Adam(Optimizer):
     """`torch.optim.Adam`, one parameter at a time.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
+        params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay: as in
             `torch.optim.Adam`; the betas are floats. `weight_decay` is added to the gradient (L2)
             unless `decoupled_weight_decay`.
-        skip_nonfinite, flags: see `Optimizer`.
+        options: see `Optimizer`.
 
     State of a parameter: `step` (0-dim), `exp_avg` (m), `exp_avg_sq` (v), with `amsgrad` also
     `max_exp_avg_sq`, each of its shape and type.
@@ -34,15 +34,14 @@ class Adam(Optimizer):
     elementwise = True
     required = frozenset({"lr", "betas", "eps", "weight_decay"})
     state_names = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+    moments = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, amsgrad: bool = False, *, maximize: bool = False,
-                 decoupled_weight_decay: bool = False, skip_nonfinite: bool = False,
-                 **flags: Any) -> None:
-        super().__init__(params, flags, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-                         amsgrad=amsgrad, maximize=maximize, skip_nonfinite=skip_nonfinite,
-                         decoupled_weight_decay=decoupled_weight_decay)
+                 weight_decay: float = 0.0, amsgrad: bool = False, *,
+                 decoupled_weight_decay: bool = False, **options: Any) -> None:
+        super().__init__(params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+                         amsgrad=amsgrad, decoupled_weight_decay=decoupled_weight_decay)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .adam import Adam, AdamW
-from .base import Options, finite, part
-from .slabs import cut, slabs
+from .base import Options, State, finite
+from .slabs import cut
 
 
 class AdamA(AdamW):
@@ -38,9 +38,9 @@ class AdamA(AdamW):
     zero. A parameter that got no gradient in a mini-batch is left alone.
 
     Args:
-        params, lr, betas, eps, amsgrad, maximize, skip_nonfinite, flags: as in `Adam`. With
-            `skip_nonfinite` the micro-batch is skipped, for the parameters concerned; such a step
-            is not captured whole.
+        params, lr, betas, eps, amsgrad, options: as in `Adam`. With `skip_nonfinite` the
+            micro-batch is skipped, for the parameters concerned; such a step is not captured
+            whole.
         weight_decay: λ, decoupled as in `AdamW`. Added to the gradient it would have to know N.
         v_scale: s, from 1, the published sum of squares, to the number of micro-batches N, which
             is Adam's v where all micro-batches have the same gradient.
@@ -58,11 +58,10 @@ class AdamA(AdamW):
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, amsgrad: bool = False, *, v_scale: float = 1.0,
-                 maximize: bool = False, skip_nonfinite: bool = False, **flags: Any) -> None:
+                 **options: Any) -> None:
         super(Adam, self).__init__(
-            params, flags, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            amsgrad=amsgrad, maximize=maximize, decoupled_weight_decay=True, v_scale=v_scale,
-            skip_nonfinite=skip_nonfinite)
+            params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            amsgrad=amsgrad, decoupled_weight_decay=True, v_scale=v_scale)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
@@ -107,8 +106,8 @@ class AdamA(AdamW):
         if first:
             state["step"].add_(1)
         state["folded"] = state.get("folded", 0) + 1
-        for slab in slabs(p.shape):
-            self.fold(self.gradient(grad, slab, group), part(state, slab), group, first)
+        self.in_slabs(p, state, group, lambda slab, part: self.fold(
+            self.gradient(grad, slab, group), part, group, first))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,9 +121,12 @@ class AdamA(AdamW):
             for p in group["params"]:
                 state = self.state.get(p, {})
                 if state.pop("folded", 0):
-                    for slab in slabs(p.shape):
-                        self.apply(cut(p, slab), part(state, slab), group)
+                    self._finish(p, state, group)
         return loss
+
+    def _finish(self, p: Tensor, state: State, group: Options) -> None:
+        self.in_slabs(p, state, group,
+                      lambda slab, part: self.apply(cut(p, slab), part, group))
 
 
 class Handles:

@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
+from ..quantization.formats import FORMATS
 from .loading import checked, restore
+from .low_bit import SMALL, Formats, State, compressed, expanded, precise, read, write
 from .slabs import Slab, cut, slabs
 
-State = dict[str, Tensor]
 Options = Mapping[str, Any]
 
 # How torch's classes can be told to run their update. Here it is always one tensor at a time.
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+COMMON = {"maximize": False, "skip_nonfinite": False, "state_bits": 32, **FLAGS}
 INSTEAD = {
     "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
     "fused": "leave it out: torch.compile fuses the update",
@@ -44,10 +46,14 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, pairs of name and parameter, or groups, as in `torch.optim`.
-        flags: `foreach`, `fused`, `capturable` and `differentiable` of torch's classes: accepted
-            off, refused on.
-        defaults: the settings, which a group may have its own values of. With `skip_nonfinite` a
-            parameter whose gradient holds NaN or Inf keeps its value and its state.
+        options: settings that all have.
+            maximize: ascend instead of descend.
+            skip_nonfinite: a parameter whose gradient holds NaN or Inf keeps value and state.
+            state_bits: 32, 8 or 4, for each element of a moment of the parameter's shape that
+                has 4096 elements or more; 32 is the parameter's own type. Fixed for a parameter
+                once it has a state.
+            foreach, fused, capturable, differentiable: of torch's classes, refused if on.
+        defaults: the algorithm's own settings. A group may have its own value of any.
 
     A parameter without a gradient is left alone, and its steps are not counted.
 
@@ -62,11 +68,13 @@ class Optimizer(torch.optim.Optimizer):
     """Settings by which a checkpoint is known as one of this algorithm."""
     state_names: ClassVar[frozenset[str]]
     """Every name that the state of a parameter may have."""
+    moments: ClassVar[Mapping[str, bool]] = {}
+    """The states that `state_bits` is for, and whether they may be negative."""
 
-    def __init__(self, params: Iterable, flags: Mapping[str, Any], **defaults: Any) -> None:
-        if unknown := flags.keys() - FLAGS.keys():
+    def __init__(self, params: Iterable, options: Mapping[str, Any], **defaults: Any) -> None:
+        if unknown := options.keys() - COMMON.keys():
             raise TypeError(f"{type(self).__name__} has no setting {', '.join(sorted(unknown))}")
-        super().__init__(params, {**defaults, **FLAGS, **flags})
+        super().__init__(params, {**defaults, **COMMON, **options})
 
     # ------------------------------------------------------------------ given by each algorithm
 
@@ -87,6 +95,8 @@ class Optimizer(torch.optim.Optimizer):
         for flag in FLAGS:
             if group.get(flag):
                 raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
+        if group["state_bits"] not in (32, 8, 4):
+            raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 8 or 4")
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise self.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
@@ -133,8 +143,23 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def gradient(grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
-        """One slab of the gradient to descend along."""
-        return -cut(grad, slab) if group["maximize"] else cut(grad, slab)
+        """One slab of the gradient to descend along, in the type of low-bit states if they are."""
+        part = cut(grad, slab)
+        if group["state_bits"] != 32 and grad.numel() >= SMALL:
+            part = part.to(precise(part))
+        return -part if group["maximize"] else part
+
+    def formats(self, p: Tensor, group: Options) -> Formats:
+        """The formats of the moments of `p` that are not in full precision."""
+        if group["state_bits"] == 32 or p.numel() < SMALL:
+            return {}
+        return {name: FORMATS[group["state_bits"], signed]
+                for name, signed in self.moments.items()}
+
+    def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
+        """The slabs of `p`, each of whole blocks of its formats."""
+        blocks = [form.block for form in self.formats(p, group).values()]
+        return slabs(p.shape, max(blocks, default=1))
 
     # ------------------------------------------------------------------ the step
 
@@ -165,7 +190,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise self.error("a gradient is sparse", "use torch.optim.SparseAdam, or make the "
                                  "layer's gradient dense (nn.Embedding(sparse=False))")
             if not self.state[p]:
-                self.state[p].update(self.new_state(p, group))
+                state = self.new_state(p, group)
+                self.state[p].update(compressed(state, self.formats(p, group)))
 
     def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         """One step, unless the gradient is not finite and the group minds."""
@@ -184,11 +210,23 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         if "step" in state:
             state["step"].add_(1)
-        if not self.elementwise:
+        if self.elementwise:
+            self.in_slabs(p, state, group, lambda slab, part: self.update(
+                cut(p, slab), self.gradient(grad, slab, group), part, group))
+        else:
             self.update(p, grad, state, group)
-            return
-        for slab in slabs(p.shape):
-            self.update(cut(p, slab), self.gradient(grad, slab, group), part(state, slab), group)
+
+    def in_slabs(self, p: Tensor, state: State, group: Options,
+                 change: Callable[[Slab | None, State], None]) -> None:
+        """`change` every slab of a state in place, by its tensors in full precision."""
+        formats = self.formats(p, group)
+        for slab in self.slabs(p, group):
+            part = {name: read(state, name, p, slab, formats) for name in state
+                    if not name.endswith("_scale") and isinstance(state[name], Tensor)}
+            change(slab, part)
+            for name in formats:
+                if name in part:
+                    write(state, name, part[name], p, slab, formats)
 
     # ------------------------------------------------------------------ groups and checkpoints
 
@@ -203,6 +241,15 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in `torch.optim`. Low-bit states are in full precision: any `state_bits` loads them."""
+        packed = super().state_dict()
+        for mine, group in zip(self.param_groups, packed["param_groups"]):
+            for p, index in zip(mine["params"], group["params"]):
+                if index in packed["state"] and (formats := self.formats(p, mine)):
+                    packed["state"][index] = expanded(packed["state"][index], p, formats)
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`, from this class or torch's of the same name.
 
@@ -215,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
         given: dict[str, Any] = {}
         # A hook, so that it sees what the user's own hooks have made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(
-            lambda _, state: given.update(checked(self, state)))
+            lambda _, state: given.update(checked(self, state)) or given)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -228,11 +275,6 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update(FLAGS)  # how another class ran its update is no setting here
-
-
-def part(state: State, slab: Slab | None) -> State:
-    """The slab of every tensor of a state."""
-    return {name: cut(value, slab) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def finite(grad: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .base import Options, State
 from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
-from .slabs import Slab, cut, kept, root_mean_square, slabs
+from .low_bit import precise, read, write
+from .slabs import Slab, cut, kept, root_mean_square
 
 
 class CAME(FactoredOptimizer):
@@ -34,8 +35,7 @@ class CAME(FactoredOptimizer):
         weight_decay: λ, decoupled.
         factor_dims: see `factors.factored`. Without it the last two dimensions, as published:
             for a convolution of 1×1 that is more state than Adam's. ``"auto"`` never is.
-        maximize: ascend instead of descend.
-        skip_nonfinite, flags: see `Optimizer`.
+        options: see `Optimizer`; `state_bits` is for m.
 
     State of a parameter: `exp_avg` (m) of its shape; `exp_avg_sq_row`, `exp_avg_sq_col` (r, c),
     `exp_avg_res_row` and `exp_avg_res_col` (R, C) with size 1 where they average, or `exp_avg_sq`
@@ -48,15 +48,15 @@ class CAME(FactoredOptimizer):
     required = frozenset({"lr", "eps", "betas", "clip_threshold"})
     state_names = frozenset({"exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col",
                              "exp_avg_res_row", "exp_avg_res_col"})
+    moments = {"exp_avg": True}
 
     def __init__(self, params: Iterable, lr: float | Tensor,
                  eps: tuple[float, float] = (1e-30, 1e-16), clip_threshold: float = 1.0,
                  betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
                  weight_decay: float = 0.0, *, factor_dims: str | Sequence[int] | None = None,
-                 maximize: bool = False, skip_nonfinite: bool = False, **flags: Any) -> None:
-        super().__init__(params, flags, lr=lr, eps=eps, clip_threshold=clip_threshold,
-                         betas=betas, weight_decay=weight_decay, factor_dims=factor_dims,
-                         maximize=maximize, skip_nonfinite=skip_nonfinite)
+                 **options: Any) -> None:
+        super().__init__(params, options, lr=lr, eps=eps, clip_threshold=clip_threshold,
+                         betas=betas, weight_decay=weight_decay, factor_dims=factor_dims)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
@@ -79,7 +79,7 @@ class CAME(FactoredOptimizer):
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         (beta1, beta2, beta3), (eps1, eps2), lr = group["betas"], group["eps"], self.rate(group)
         dims = factored(p.shape, group["factor_dims"])
-        pieces, m, kind = slabs(p.shape), state["exp_avg"], precise(p)
+        pieces, formats, kind = self.slabs(p, group), self.formats(p, group), precise(p)
 
         def gradient(slab: Slab | None) -> Tensor:
             return self.gradient(grad, slab, group).to(kind)
@@ -89,27 +89,23 @@ class CAME(FactoredOptimizer):
             add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, p.shape, 1 - beta2)
 
         scaled = kept(lambda slab: inverse_root(squares, slab, dims).mul_(gradient(slab)), pieces)
-        excess = (root_mean_square(scaled, p.shape) / group["clip_threshold"]).clamp(min=1.0)
+        excess = (root_mean_square(scaled, pieces, p.numel()) / group["clip_threshold"]).clamp(min=1.0)
 
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
         for slab in pieces:
-            update, mean = scaled(slab).div_(excess), cut(m, slab)
+            update, mean = scaled(slab).div_(excess), read(state, "exp_avg", p, slab, formats)
             mean.mul_(beta1).add_(update, alpha=1 - beta1)
             if dims is not None:
                 add_mean(residuals, (update - mean) ** 2 + eps2, slab, dims, p.shape, 1 - beta3)
+            write(state, "exp_avg", mean, p, slab, formats)
 
         if group["weight_decay"] != 0:
             p.mul_(1 - lr * group["weight_decay"])
         for slab in pieces:
-            move = cut(m, slab) * lr
+            move = read(state, "exp_avg", p, slab, formats) * lr
             if dims is not None:
                 move.mul_(inverse_root(residuals, slab, dims))
             cut(p, slab).sub_(move)
-
-
-def precise(p: Tensor) -> torch.dtype:
-    """The type of state and arithmetic: the parameter's, float32 in place of 16 bits."""
-    return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
 
 
 def moment(state: State, name: str, dims: Dims | None, beta: float) -> list[Tensor]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .low_bit import compressed
+
 if TYPE_CHECKING:
     from .base import Optimizer
 
@@ -27,7 +29,7 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
 
 
 def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` itself, if it is a checkpoint of this optimizer.
+    """`state_dict`, if it is a checkpoint of this optimizer, with this one's `state_bits`.
 
     Raises:
         OptimizerError: settings or states are missing, unknown, or of another shape.
@@ -50,13 +52,21 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             if shape != value.shape:
                 raise optimizer.error(f"the checkpoint's {name} has shape {tuple(shape)}, the "
                                       f"parameter's {tuple(value.shape)}", remedy)
-    return state_dict
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group, mine in zip(groups, optimizer.param_groups):
+        group["state_bits"] = mine["state_bits"]  # how states are kept here, not a hyperparameter
+    return {**state_dict, "param_groups": groups}
 
 
 def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give every loaded tensor the type and the device that the state has in this optimizer."""
-    for _, p, saved, new in saved_parameters(optimizer, state_dict):
+    for group, p, saved, new in saved_parameters(optimizer, state_dict):
+        formats = optimizer.formats(p, group)
         for name, like in new.items():
+            if name in formats:
+                full = saved[name].to(p.device)
+                optimizer.state[p].update(compressed({name: full}, {name: formats[name]}))
+                continue
             value = saved.get(name, 1.0)
             if not isinstance(value, Tensor):
                 value = torch.tensor(float(value))

@@ -19,9 +19,9 @@ class SGD(Optimizer):
     """`torch.optim.SGD` with dense gradients, one parameter at a time.
 
     Args:
-        params, lr, momentum (μ), dampening (τ), weight_decay (L2), nesterov, maximize: as in
+        params, lr, momentum (μ), dampening (τ), weight_decay (L2), nesterov: as in
             `torch.optim.SGD`.
-        skip_nonfinite, flags: see `Optimizer`.
+        options: see `Optimizer`.
 
     State of a parameter: with momentum `momentum_buffer` (b), of its shape and type; with
     dampening also `step`, which tells the first step from the others.
@@ -33,13 +33,13 @@ class SGD(Optimizer):
     elementwise = True
     required = frozenset({"lr", "momentum", "dampening", "nesterov"})
     state_names = frozenset({"step", "momentum_buffer"})
+    moments = {"momentum_buffer": True}
 
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-3, momentum: float = 0.0,
-                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-                 maximize: bool = False, skip_nonfinite: bool = False, **flags: Any) -> None:
-        super().__init__(params, flags, lr=lr, momentum=momentum, dampening=dampening,
-                         weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
-                         skip_nonfinite=skip_nonfinite)
+                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+                 **options: Any) -> None:
+        super().__init__(params, options, lr=lr, momentum=momentum, dampening=dampening,
+                         weight_decay=weight_decay, nesterov=nesterov)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)

@@ -1,6 +1,6 @@
 """Large tensors a slab at a time: what an eager update holds for a moment stays small.
 
-A slab is a range along the longest dimension, so that it is a view whatever the layout. Under
+A slab is a range along one dimension, the longest, so that it is a view whatever the layout. Under
 capture there is one slab, the whole: fusion does there what slabs do in eager.
 """
 
@@ -25,13 +25,18 @@ class Slab(NamedTuple):
     length: int
 
 
-def slabs(shape: Sequence[int]) -> list[Slab | None]:
-    """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one."""
+def slabs(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
+    """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one.
+
+    With blocks of more than one element, counted in row-major order, they are along the first
+    dimension, and whole blocks but for the last.
+    """
     count = math.prod(shape)
     if torch.compiler.is_compiling() or count <= ELEMENTS:
         return [None]
-    dim = max(range(len(shape)), key=lambda d: shape[d])
-    length = max(1, ELEMENTS * shape[dim] // count)
+    dim = 0 if block > 1 else max(range(len(shape)), key=lambda d: shape[d])
+    step = block // math.gcd(block, count // shape[dim])
+    length = max(1, ELEMENTS * shape[dim] // count // step) * step
     return [Slab(dim, start, min(length, shape[dim] - start))
             for start in range(0, shape[dim], length)]
 
@@ -52,9 +57,10 @@ def kept(value: Callable[[Slab | None], Tensor],
     return lambda slab: whole
 
 
-def root_mean_square(value: Callable[[Slab | None], Tensor], shape: Sequence[int]) -> Tensor:
-    """RMS, 0-dim, of a tensor of this shape that `value` makes a slab at a time."""
+def root_mean_square(value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
+                     count: int) -> Tensor:
+    """RMS, 0-dim, of a tensor of `count` elements that `value` makes a slab at a time."""
     square: Any = 0.0
-    for slab in slabs(shape):
+    for slab in pieces:
         square = square + torch.linalg.vector_norm(value(slab)) ** 2
-    return square**0.5 / math.prod(shape) ** 0.5
+    return square**0.5 / count**0.5
