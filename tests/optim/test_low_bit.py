@@ -16,7 +16,7 @@ from memopt_compile import optim
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
-from memopt_compile.quantization.formats import FORMATS, decode, encode
+from memopt_compile.quantization.formats import FORMATS, boundaries, decode, encode, nearest
 
 forms = pytest.mark.parametrize("key", FORMATS, ids=str)
 BIG, SMALL = (80, 60), (7,)
@@ -73,6 +73,17 @@ def test_encoding_again_changes_nothing(key, seed, dtype):
     codes, scales = encode(x, form)
     again = encode(kept(x, form), form)
     assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])
+
+
+@forms
+@given(seed=st.integers(0, 99), power=st.floats(0.1, 30))
+def test_table_gives_the_codes_of_a_search(key, seed, power):
+    form = FORMATS[key]
+    ends = boundaries(form, torch.device("cpu"))
+    x = torch.rand(2000, generator=torch.Generator().manual_seed(seed)) ** power
+    x = torch.cat([x, ends, ends.nextafter(ends + 1), ends.nextafter(ends - 1)]).clamp(-1, 1)
+    x = torch.cat([x, -x]) if key[1] else x.clamp(min=0)
+    assert torch.equal(nearest(x, form), torch.bucketize(x, ends).to(torch.uint8))
 
 
 @forms
