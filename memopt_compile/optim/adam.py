@@ -60,6 +60,7 @@ class Adam(Optimizer):
         self.apply(p, state, group)
 
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
+        """Take a gradient into the moments, which the `first` of a step decays."""
         beta1, beta2 = group["betas"]
         m, v = state["exp_avg"], state["exp_avg_sq"]
         scale = (1 - beta2) * group.get("v_scale", 1)
@@ -72,6 +73,7 @@ class Adam(Optimizer):
             v.addcmul_(grad, grad, value=scale)
 
     def apply(self, p: Tensor, state: State, group: Options) -> None:
+        """Move `p` by its moments."""
         (beta1, beta2), lr, count = group["betas"], self.rate(group), self.count(state)
         if group["weight_decay"] != 0 and group["decoupled_weight_decay"]:
             p.mul_(1 - lr * group["weight_decay"])

@@ -125,8 +125,8 @@ class AdamA(AdamW):
         return loss
 
     def _finish(self, p: Tensor, state: State, group: Options) -> None:
-        self.in_slabs(p, state, group,
-                      lambda slab, part: self.apply(cut(p, slab), part, group))
+        """The update of `p` from its moments."""
+        self.in_slabs(p, state, group, lambda slab, part: self.apply(cut(p, slab), part, group))
 
 
 class Handles:

@@ -89,7 +89,8 @@ class CAME(FactoredOptimizer):
             add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, p.shape, 1 - beta2)
 
         scaled = kept(lambda slab: inverse_root(squares, slab, dims).mul_(gradient(slab)), pieces)
-        excess = (root_mean_square(scaled, pieces, p.numel()) / group["clip_threshold"]).clamp(min=1.0)
+        rms = root_mean_square(scaled, pieces, p.numel())
+        excess = (rms / group["clip_threshold"]).clamp(min=1.0)
 
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
         for slab in pieces:

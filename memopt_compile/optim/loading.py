@@ -39,7 +39,7 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if missing := optimizer.required - group.keys():
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
         optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
-    for _, p, saved, new in saved_parameters(optimizer, state_dict):
+    for _, _, saved, new in saved_parameters(optimizer, state_dict):
         strange = saved.keys() - optimizer.state_names
         # torch's SGD counts no steps: where it has a buffer it has taken one.
         missing = new.keys() - saved.keys() - {"step"}
@@ -67,11 +67,11 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 full = saved[name].to(p.device)
                 optimizer.state[p].update(compressed({name: full}, {name: formats[name]}))
                 continue
-            value = saved.get(name, 1.0)
+            value = saved.get(name, 1.0)  # only a step may be missing: see `checked`
             if not isinstance(value, Tensor):
                 value = torch.tensor(float(value))
             device = p.device if like.device.type == "meta" else like.device
             loaded = optimizer.state[p].get(name)
-            if (loaded is None or not isinstance(loaded, Tensor)
-                    or (loaded.dtype, loaded.device) != (like.dtype, device)):
+            if not isinstance(loaded, Tensor) or (
+                    loaded.dtype, loaded.device) != (like.dtype, device):
                 optimizer.state[p][name] = value.to(device, like.dtype)

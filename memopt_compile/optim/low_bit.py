@@ -39,7 +39,7 @@ def ranges(form: Format, p: Tensor, slab: Slab | None) -> tuple[slice, slice, in
 
 def read(state: State, name: str, p: Tensor, slab: Slab | None, formats: Formats) -> Tensor:
     """One slab of a moment: the state's own memory in full precision, else a copy."""
-    if name not in formats or not isinstance(state[name], Tensor):
+    if name not in formats:
         return cut(state[name], slab)
     codes, scales, count = ranges(formats[name], p, slab)
     flat = decode(state[name][codes], state[f"{name}_scale"][scales], formats[name], count,
