@@ -45,8 +45,8 @@ class AdamA(AdamW):
         v_scale: s, from 1, the published sum of squares, to the number of micro-batches N, which
             is Adam's v where all micro-batches have the same gradient.
 
-    State of a parameter: as of `Adam`, and between `accumulate` and `step` also `folded`, how
-    many micro-batches it holds. Checkpoints go to and from `torch.optim.AdamW`.
+    State of a parameter: as of `Adam`, and between `accumulate` and `step` also `folded`, True
+    where a micro-batch is in it. Checkpoints go to and from `torch.optim.AdamW`.
 
     Raises:
         OptimizerError: a setting is out of its range, or asks for weight decay that is not
@@ -93,19 +93,20 @@ class AdamA(AdamW):
 
     def _hook(self, index: int, p: Tensor) -> None:
         group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
-        with torch.no_grad():
-            self._init_group({**group, "params": [p]})
-            self._fold_and_free(p, p.grad, group)
+        if p.grad is not None:
+            with torch.no_grad():
+                self._init_group({**group, "params": [p]})
+                self._fold_and_free(p, p.grad, group)
 
     def _fold_and_free(self, p: Tensor, grad: Tensor, group: Options) -> None:
         p.grad = None
         if group["skip_nonfinite"] and not finite(grad):
             return
         state = self.state[p]
-        first = not state.get("folded", 0)
+        first = not state.get("folded", False)
         if first:
             state["step"].add_(1)
-        state["folded"] = state.get("folded", 0) + 1
+        state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
         self.in_slabs(p, state, group, lambda slab, part: self.fold(
             self.gradient(grad, slab, group), part, group, first))
 
@@ -120,7 +121,7 @@ class AdamA(AdamW):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
-                if state.pop("folded", 0):
+                if state.pop("folded", False):
                     self._finish(p, state, group)
         return loss
 
