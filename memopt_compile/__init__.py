@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import optim
     from .api import compile, explain, micro_batches, report
     from .errors import (
         CaptureError,
         InfeasibleBudget,
         MemoptError,
         NumericsError,
+        OptimizerError,
         OptionError,
         PassError,
         VerifyError,
@@ -34,15 +36,18 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(("compile", "explain", "report", "micro_batches"), "api"),
     **dict.fromkeys(("MemoptError", "CaptureError", "OptionError", "InfeasibleBudget",
-                     "VerifyError", "PassError", "NumericsError"), "errors"),
+                     "VerifyError", "PassError", "NumericsError", "OptimizerError"), "errors"),
     "Options": "options",
     "measure": "measure",
     "draw": "timeline",
 }
-__all__ = sorted(_HOME)
+_PACKAGES = ("optim",)
+__all__ = sorted([*_HOME, *_PACKAGES])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

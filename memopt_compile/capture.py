@@ -115,6 +115,8 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
             return compat.UserMethodVariable(optimizer_capture.zero_grad, self)
     if name == "step":
         return _traced_step(self, tx)
+    if name == "accumulate":  # folds gradients into the state before any step (AdamA)
+        optimizer_capture.make_state(optimizer, tx)
     if name == "_init_group" and hasattr(optimizer, "_init_group"):
         return compat.UserMethodVariable(compat.undisabled(type(optimizer)._init_group), self)
     # Past OptimizerVariable, which would make `capturable` true and its parameters static.
@@ -279,6 +281,7 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
 
 
 _FORMS: dict[Any, Callable] = {}
+FOLD = ("memopt_compile.optim.adam", "fold")
 MICRO_BATCHES = ("memopt_compile.api", "micro_batches")
 
 
@@ -300,8 +303,10 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
         kwargs = {**kwargs, "foreach": loop, "fused": loop}
-    if _notes.folds and _notes.backwards > 1 and compat.single_tensor_adam in (form, self.fn):
-        form = folding.adam
+    if _notes.folds and _notes.backwards > 1:
+        if (self.fn.__module__, self.fn.__name__) == FOLD:
+            return original(compat.UserMethodVariable(folding.moments, self.obj), tx, args, kwargs)
+        form = folding.adam if compat.single_tensor_adam in (form, self.fn) else form
     asked = kwargs.get("capturable")
     if form in optimizer_capture.CAPTURABLE and asked is not None:
         if compat.constant_value(asked) == (True, True):  # eager too runs the branch-free form

@@ -68,3 +68,9 @@ class NumericsError(MemoptError):
     """The compiled step's numbers differ from eager by more than its passes declare."""
 
     id = "MEMOPT-E601"
+
+
+class OptimizerError(MemoptError, ValueError):
+    """An optimizer of `memopt.optim` was given a setting, gradient or state that it cannot use."""
+
+    id = "MEMOPT-E701"

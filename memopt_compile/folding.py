@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
+from .optim import Adam, AdamA
 
 
 @torch.library.custom_op("memopt::fold", mutates_args=())
@@ -31,13 +32,19 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
     sum of its gradients, which are then never together.
     """
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if isinstance(optimizer, AdamA):
+        return _error("AdamA accumulates by itself",
+                      "call opt.accumulate() behind each backward(), and leave the option out")
+    if not isinstance(optimizer, torch.optim.Adam | Adam):  # AdamW is one
         return _error(f"{kind} does not accumulate in its states", "use Adam or AdamW, or leave "
                       "accumulate='gradients'")
     for group in optimizer.param_groups:
         if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", False):
             return _error(f"weight_decay={group['weight_decay']} of {kind} is added to the gradient",
                           "use AdamW, whose weight decay is decoupled, or weight_decay=0")
+        if group.get("state_bits", 32) != 32:
+            return _error(f"state_bits={group['state_bits']}: a state in few bits is written whole",
+                          "use memopt.optim.AdamA, which does that for each micro-batch")
         if any(p.is_complex() for p in group["params"]):
             return _error("a parameter is complex", "train torch.view_as_real of it")
     return None
@@ -66,6 +73,12 @@ def adam(params: list, grads: list, exp_avgs: list, exp_avg_sqs: list, max_exp_a
         root = (v.sqrt() / (1 - beta2**count) ** 0.5).add_(eps)
         rate = lr / (1 - beta1**count)
         param.add_(m / root * (rate if maximize else -rate))
+
+
+def moments(self: Adam, grad: Tensor, state: dict, group: dict, first: bool) -> None:
+    """`memopt.optim.Adam.fold` with both moments folded."""
+    for name, beta, power in zip(("exp_avg", "exp_avg_sq"), group["betas"], (1, 2)):
+        state[name].copy_(torch.ops.memopt.fold(state[name], grad, _number(beta), power))
 
 
 def _number(beta: Any) -> Tensor:

@@ -18,6 +18,7 @@ from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
+from .passes.write_back_early import WriteBackEarly
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
@@ -30,6 +31,8 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
         (True, Canonicalize),
         # AdamA, if asked for: a gradient goes into Adam's moments where it is made, not in a sum.
         (options.accumulate == "optimizer_states", AccumulateInStates),
+        # A state that several gradients enter is written after each, which then dies.
+        (True, WriteBackEarly),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
         (options.recompute, RematerializeFree),

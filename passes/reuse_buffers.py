@@ -6,8 +6,8 @@ the listed pointwise operators back their in-place or ``out=`` form. Bitwise: th
 runs on the same values. The numbered rules are cited in the code.
 
 1. ``fma(a, b, c)`` becomes ``a * b + c``, which is how its own eager implementation computes it.
-2. The buffer is that of the input which the result is copied back to, else that of an operand,
-   an input only if it is overwritten later anyway.
+2. The buffer is that of the input which the result is copied back to, else that of an operand:
+   first of an input, if it is overwritten later anyway.
 3. The result has the buffer's geometry and fills its storage. Operands in the same storage have
    that geometry too, because then each element is read before it is written.
 4. Nothing that lives in the buffer is touched after the operator. In an input that means up to
@@ -187,6 +187,8 @@ class _Buffers:
     def _candidates(self, node: fx.Node) -> list[fx.Node]:
         """Rule 2."""
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+        # State first: between the folds of micro-batches it stays where it is, and gradients die.
+        operands.sort(key=lambda o: all(r.op != "placeholder" for r in self.roots[o]))
         ends = [
             self._now(u.args[0])
             for u in node.users

@@ -1,0 +1,284 @@
+"""What the optimizers share: everything but the arithmetic of one parameter.
+
+A new one gives, in one short file, a constructor that names its settings and
+
+- ``new_state(p, group)``: the state of parameter `p` before its first step, tensors by name;
+- ``update(p, grad, state, group)``: one step of `p` from its gradient, all in place;
+- ``check(group)``: a refusal of settings out of range;
+
+and, where the algorithm can take a gradient in parts (see `adama`), `fold` and `apply`, whose
+sequence is the update. Each parameter is updated by itself, so that its update can stand beside
+its backward in a captured step, and each gradient can be freed there.
+
+The step count is a tensor and no number is read from a tensor while a step is traced: nothing
+that training changes makes a compiled step compile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerError
+from ..quantization.formats import FORMATS
+from .loading import checked, restore
+from .low_bit import SMALL, Formats, State, compressed, expanded, precise, read, write
+from .slabs import Slab, cut, slabs
+
+Options = Mapping[str, Any]
+
+# How torch's classes can be told to run their update. Here it is always one tensor at a time.
+FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+COMMON = {"maximize": False, "skip_nonfinite": False, "state_bits": 32, **FLAGS}
+INSTEAD = {
+    "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
+    "fused": "leave it out: torch.compile fuses the update",
+    "capturable": "leave it out: torch.compile captures the step as it is",
+    "differentiable": "use the class of torch.optim to differentiate through a step",
+}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of the optimizers of this package.
+
+    Args:
+        params: parameters, pairs of name and parameter, or groups, as in `torch.optim`.
+        options: settings that all have.
+            maximize: ascend instead of descend.
+            skip_nonfinite: a parameter whose gradient holds NaN or Inf keeps value and state.
+            state_bits: 32, 8 or 4, for each element of a moment of the parameter's shape that
+                has 4096 elements or more; 32 is the parameter's own type. Fixed for a parameter
+                once it has a state.
+            foreach, fused, capturable, differentiable: of torch's classes, refused if on.
+        defaults: the algorithm's own settings. A group may have its own value of any.
+
+    A parameter without a gradient is left alone, and its steps are not counted.
+
+    Raises:
+        OptimizerError: a setting out of range, a flag, a complex parameter or a sparse gradient.
+    """
+
+    flags: ClassVar[Mapping[str, Any]] = FLAGS
+    elementwise: ClassVar[bool] = False
+    """No element's update depends on another element: large tensors go slab by slab."""
+    required: ClassVar[frozenset[str]]
+    """Settings by which a checkpoint is known as one of this algorithm."""
+    state_names: ClassVar[frozenset[str]]
+    """Every name that the state of a parameter may have."""
+    moments: ClassVar[Mapping[str, bool]] = {}
+    """The states that `state_bits` is for, and whether they may be negative."""
+
+    def __init__(self, params: Iterable, options: Mapping[str, Any], **defaults: Any) -> None:
+        if unknown := options.keys() - COMMON.keys():
+            raise TypeError(f"{type(self).__name__} has no setting {', '.join(sorted(unknown))}")
+        super().__init__(params, {**defaults, **COMMON, **options})
+
+    # ------------------------------------------------------------------ given by each algorithm
+
+    def new_state(self, p: Tensor, group: Options) -> State:
+        """What parameter `p` begins with, on its device; a `step` from `no_steps`, if counted."""
+        raise NotImplementedError
+
+    def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        """One step of `p` and its state, in place; `step` already counts it.
+
+        An `elementwise` update gets slabs of all of these, and a gradient to descend along.
+        Another gets the whole, and takes `gradient` of it.
+        """
+        raise NotImplementedError
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse settings that are out of range, of a new group or a loaded one."""
+        for flag in FLAGS:
+            if group.get(flag):
+                raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
+        if group["state_bits"] not in (32, 8, 4):
+            raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 8 or 4")
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise self.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
+        self.check_at_least(group, "lr", 0)
+        self.check_at_least(group, "weight_decay", 0)
+
+    def check_parameter(self, p: Tensor, group: Options) -> None:
+        """Refuse a parameter that this algorithm cannot train with the group's settings."""
+        if p.is_complex():
+            raise self.error("a parameter is complex", "give torch.view_as_real of it")
+
+    # ------------------------------------------------------------------ for their use
+
+    def error(self, what: str, do: str) -> OptimizerError:
+        return OptimizerError(what, where=f"memopt.optim.{type(self).__name__}", do=do)
+
+    def check_at_least(self, group: Mapping[str, Any], name: str, least: float) -> None:
+        if not group[name] >= least:
+            raise self.error(f"{name} is {group[name]}", f"choose {name} of at least {least}")
+
+    def check_betas(self, group: Mapping[str, Any], count: int) -> None:
+        betas = group["betas"]
+        if len(betas) != count or not all(
+                not isinstance(b, Tensor) and 0 <= b < 1 for b in betas):
+            raise self.error(f"betas are {betas}", f"choose {count} numbers in [0, 1)")
+
+    @staticmethod
+    def no_steps() -> Tensor:
+        """A step count of 0, on the host as torch's: reading it waits for no device."""
+        wide = torch.get_default_dtype() == torch.float64
+        return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
+
+    @staticmethod
+    def count(state: State) -> Any:
+        """The steps so far, this one included: a float, or under capture a 0-dim float64 tensor."""
+        step = state["step"]
+        return step.to(torch.float64) if torch.compiler.is_compiling() else step.item()
+
+    @staticmethod
+    def rate(group: Options) -> Any:
+        """The learning rate, a number or a 0-dim tensor."""
+        lr = group["lr"]
+        return lr.reshape(()) if torch.is_tensor(lr) and lr.dim() else lr
+
+    @staticmethod
+    def gradient(grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
+        """One slab of the gradient to descend along, in the type of low-bit states if they are."""
+        part = cut(grad, slab)
+        if group["state_bits"] != 32 and grad.numel() >= SMALL:
+            part = part.to(precise(part))
+        return -part if group["maximize"] else part
+
+    def formats(self, p: Tensor, group: Options) -> Formats:
+        """The formats of the moments of `p` that are not in full precision."""
+        if group["state_bits"] == 32 or p.numel() < SMALL:
+            return {}
+        return {name: FORMATS[group["state_bits"], signed]
+                for name, signed in self.moments.items()}
+
+    def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
+        """The slabs of `p`, each of whole blocks of its formats."""
+        blocks = [form.block for form in self.formats(p, group).values()]
+        return slabs(p.shape, max(blocks, default=1))
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._init_groups()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._guarded(p, p.grad, self.state[p], group)
+        return loss
+
+    def _init_groups(self) -> None:
+        """State for all gradients before any is used: a refusal leaves nothing half done."""
+        for group in self.param_groups:
+            self._init_group(group)
+
+    def _init_group(self, group: Options) -> None:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.layout is not torch.strided:
+                raise self.error("a gradient is sparse", "use torch.optim.SparseAdam, or make the "
+                                 "layer's gradient dense (nn.Embedding(sparse=False))")
+            if not self.state[p]:
+                state = self.new_state(p, group)
+                self.state[p].update(compressed(state, self.formats(p, group)))
+
+    def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        """One step, unless the gradient is not finite and the group minds."""
+        if not group["skip_nonfinite"]:
+            self._advance(p, grad, state, group)
+        elif not torch.compiler.is_compiling():
+            if finite(grad):
+                self._advance(p, grad, state, group)
+        else:  # a graph has no branch: it takes the old values back
+            tensors, keep = [p, *state.values()], finite(grad)
+            before = [tensor.clone() for tensor in tensors]
+            self._advance(p, grad, state, group)
+            for tensor, old in zip(tensors, before):
+                tensor.copy_(torch.where(keep.to(tensor.device), tensor, old))
+
+    def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        if "step" in state:
+            state["step"].add_(1)
+        if self.elementwise:
+            self.in_slabs(p, state, group, lambda slab, part: self.update(
+                cut(p, slab), self.gradient(grad, slab, group), part, group))
+        else:
+            self.update(p, grad, state, group)
+
+    def in_slabs(self, p: Tensor, state: State, group: Options,
+                 change: Callable[[Slab | None, State], None]) -> None:
+        """`change` every slab of a state in place, by its tensors in full precision."""
+        formats = self.formats(p, group)
+        for slab in self.slabs(p, group):
+            part = {name: read(state, name, p, slab, formats) for name in state
+                    if not name.endswith("_scale") and isinstance(state[name], Tensor)}
+            change(slab, part)
+            for name in formats:
+                if name in part:
+                    write(state, name, part[name], p, slab, formats)
+
+    # ------------------------------------------------------------------ groups and checkpoints
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                self.check_parameter(p, group)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in `torch.optim`. Low-bit states are in full precision: any `state_bits` loads them."""
+        packed = super().state_dict()
+        for mine, group in zip(self.param_groups, packed["param_groups"]):
+            for p, index in zip(mine["params"], group["params"]):
+                if index in packed["state"] and (formats := self.formats(p, mine)):
+                    packed["state"][index] = expanded(packed["state"][index], p, formats)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim`, from this class or torch's of the same name.
+
+        Every tensor gets the type that the state has here (torch would give it the
+        parameter's), so that training goes on bit by bit where it was saved.
+
+        Raises:
+            OptimizerError: the state is another optimizer's. Nothing was loaded.
+        """
+        given: dict[str, Any] = {}
+        # A hook, so that it sees what the user's own hooks have made of the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, state: given.update(checked(self, state)) or given)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        restore(self, given)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group.update(FLAGS)  # how another class ran its update is no setting here
+
+
+def finite(grad: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite. The largest magnitude knows, and takes no memory."""
+    if not grad.numel():
+        return torch.tensor(True)
+    return torch.linalg.vector_norm(grad, float("inf")).isfinite()

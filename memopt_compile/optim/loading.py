@@ -1,0 +1,77 @@
+"""Checkpoints: seen to be of the right optimizer, and restored in the types of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .low_bit import compressed
+
+if TYPE_CHECKING:
+    from .base import Optimizer
+
+
+def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple]:
+    """(saved group, parameter, saved state, new state) of each parameter that has taken a step.
+
+    The new state is what the parameter would begin with, without its memory.
+    """
+    for mine, group in zip(optimizer.param_groups, state_dict["param_groups"]):
+        for p, index in zip(mine["params"], group["params"]):
+            saved = state_dict["state"].get(index) or {}
+            saved = {name: value for name, value in saved.items() if value is not None}
+            if saved:
+                like = torch.empty_like(p, device="meta")
+                yield group, p, saved, optimizer.new_state(like, {**optimizer.defaults, **group})
+
+
+def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict`, if it is a checkpoint of this optimizer, with this one's `state_bits`.
+
+    Raises:
+        OptimizerError: settings or states are missing, unknown, or of another shape.
+    """
+    remedy = f"load a checkpoint of {type(optimizer).__name__}"
+    for group in state_dict["param_groups"]:
+        if missing := optimizer.required - group.keys():
+            raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
+        optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
+    for _, _, saved, new in saved_parameters(optimizer, state_dict):
+        strange = saved.keys() - optimizer.state_names
+        # torch's SGD counts no steps: where it has a buffer it has taken one.
+        missing = new.keys() - saved.keys() - {"step"}
+        if strange or missing:
+            names = ", ".join(sorted(strange or missing))
+            raise optimizer.error(f"the checkpoint has {'a' if strange else 'no'} state {names}",
+                                  remedy)
+        for name, value in new.items():
+            shape = getattr(saved.get(name), "shape", value.shape)
+            if shape != value.shape:
+                raise optimizer.error(f"the checkpoint's {name} has shape {tuple(shape)}, the "
+                                      f"parameter's {tuple(value.shape)}", remedy)
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group, mine in zip(groups, optimizer.param_groups):
+        group["state_bits"] = mine["state_bits"]  # how states are kept here, not a hyperparameter
+    return {**state_dict, "param_groups": groups}
+
+
+def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give every loaded tensor the type and the device that the state has in this optimizer."""
+    for group, p, saved, new in saved_parameters(optimizer, state_dict):
+        formats = optimizer.formats(p, group)
+        for name, like in new.items():
+            if name in formats:
+                full = saved[name].to(p.device)
+                optimizer.state[p].update(compressed({name: full}, {name: formats[name]}))
+                continue
+            value = saved.get(name, 1.0)  # only a step may be missing: see `checked`
+            if not isinstance(value, Tensor):
+                value = torch.tensor(float(value))
+            device = p.device if like.device.type == "meta" else like.device
+            loaded = optimizer.state[p].get(name)
+            if not isinstance(loaded, Tensor) or (
+                    loaded.dtype, loaded.device) != (like.dtype, device):
+                optimizer.state[p][name] = value.to(device, like.dtype)

@@ -1,0 +1,66 @@
+"""Large tensors a slab at a time: what an eager update holds for a moment stays small.
+
+A slab is a range along one dimension, the longest, so that it is a view whatever the layout. Under
+capture there is one slab, the whole: fusion does there what slabs do in eager.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# An update holds at most four arrays of this many elements: 16 MiB in float64.
+ELEMENTS = 1 << 19
+
+
+class Slab(NamedTuple):
+    """The elements from `start`, `length` long, along `dim`."""
+
+    dim: int
+    start: int
+    length: int
+
+
+def slabs(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
+    """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one.
+
+    With blocks of more than one element, counted in row-major order, they are along the first
+    dimension, and whole blocks but for the last.
+    """
+    count = math.prod(shape)
+    if torch.compiler.is_compiling() or count <= ELEMENTS:
+        return [None]
+    dim = 0 if block > 1 else max(range(len(shape)), key=lambda d: shape[d])
+    step = block // math.gcd(block, count // shape[dim])
+    length = max(1, ELEMENTS * shape[dim] // count // step) * step
+    return [Slab(dim, start, min(length, shape[dim] - start))
+            for start in range(0, shape[dim], length)]
+
+
+def cut(tensor: Tensor, slab: Slab | None) -> Tensor:
+    """The part of `tensor` in the slab, a view. A dimension of size 1 broadcasts: it stays."""
+    if slab is None or tensor.dim() == 0 or tensor.shape[slab.dim] == 1:
+        return tensor
+    return tensor.narrow(slab.dim, slab.start, slab.length)
+
+
+def kept(value: Callable[[Slab | None], Tensor],
+         pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
+    """`value` made again for each use of a slab, but once where the only slab is the whole."""
+    if len(pieces) > 1:
+        return value
+    whole = value(pieces[0])
+    return lambda slab: whole
+
+
+def root_mean_square(value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
+                     count: int) -> Tensor:
+    """RMS, 0-dim, of a tensor of `count` elements that `value` makes a slab at a time."""
+    square: Any = 0.0
+    for slab in pieces:
+        square = square + torch.linalg.vector_norm(value(slab)) ** 2
+    return square**0.5 / count**0.5

@@ -1,0 +1,1 @@
+"""Formats of few bits for tensors that stay, and their arithmetic."""

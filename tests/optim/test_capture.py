@@ -1,0 +1,139 @@
+"""A compiled step captures each optimizer whole, once for a schedule, and equals eager."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training import MAKERS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
+from harness import largest_difference, train
+from loops import Loop, loop, mlp, plain
+
+import memopt_compile as memopt
+from memopt_compile import driver
+
+STEPS = 12
+
+
+def network() -> nn.Module:
+    model = mlp(nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 3, 3, padding=1), nn.Flatten())
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return model
+
+
+def scheduled(make) -> Loop:
+    model = network()
+    opt = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+def accumulating(**settings) -> Loop:
+    model = network()
+    opt = memopt.optim.AdamA(model.parameters(), lr=0.02, **settings)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+
+    def step(x, y):
+        total = 0.0
+        for some, labels in memopt.micro_batches(3, x, y):
+            loss = F.cross_entropy(model(some), labels) / 3
+            loss.backward()
+            opt.accumulate()
+            total = total + loss.detach()
+        opt.step()
+        return total
+
+    return loop(model, opt, step, after=lambda i: schedule.step())
+
+
+def in_one_graph(build, dtype=torch.float64, tolerance=1e-9, graphs=1):
+    torch._dynamo.reset()
+    expected = train(build, steps=STEPS, dtype=dtype)
+    made = []
+    with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)):
+        got = train(build, lambda step: torch.compile(
+            step, backend="memopt", options={"lowering": "eager"}), steps=STEPS, dtype=dtype)
+    difference, where = largest_difference(expected, got)
+    assert difference <= tolerance, f"{where}: {difference:.3e}"
+    assert [(record.kind, record.reason) for record in made] == [("step", None)] * graphs
+    return made
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_every_optimizer(make):
+    in_one_graph(lambda: scheduled(make))
+
+
+def test_accumulation_over_micro_batches():
+    in_one_graph(lambda: accumulating(v_scale=2.0, amsgrad=True, weight_decay=0.1))
+
+
+def test_tensor_rate():
+    def build():
+        built = scheduled(MAKERS["Adafactor"])
+        group = built.optimizers[0].param_groups[0]
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        return built
+
+    in_one_graph(build)
+
+
+def test_float32_with_momentum_that_changes():
+    """A second graph, where the momentum first changes, and then no more."""
+    def build():
+        model = network()
+        opt = MAKERS["Adam"](model.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.02, total_steps=20)
+        return plain(model, opt, after=lambda i: schedule.step())
+
+    in_one_graph(build, torch.float32, 1e-4, graphs=2)
+
+
+@pytest.mark.parametrize("name", ["SGD dampened", "CAME"])
+def test_not_finite_gradients_are_skipped(name):
+    def build():
+        model = network()
+        opt = MAKERS[name](model.parameters())
+        opt.param_groups[0]["skip_nonfinite"] = True
+
+        def step(x, y, factor):
+            loss = (F.cross_entropy(model(x), y) * factor).sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach().isnan()
+
+        return loop(model, opt, step, arguments=lambda i: (torch.tensor(
+            float("nan") if i in (0, 4) else 1.0),))
+
+    in_one_graph(build)
+
+
+@pytest.mark.parametrize(("n", "kept"), [(2, 3), (5, 8)])
+def test_gradients_are_freed_in_their_micro_batch(n, kept):
+    """Compiled: states stay in place. Up to three micro-batches each fold is beside its backward;
+    with more, a micro-batch's gradients are there together."""
+    width, layers = 64, 8
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    opt = memopt.optim.AdamA(model.parameters())
+
+    def step(x):
+        for some, in memopt.micro_batches(n, x):
+            (model(some).square().mean() / n).backward()
+            opt.accumulate()
+        opt.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    for _ in range(2):
+        compiled(torch.randn(n, width))
+    report = memopt.report(compiled)
+    resident = memopt.measure(lambda: None, resident=(model, opt)).resident_bytes
+    assert report.measured_peak_bytes - resident <= (kept + 0.2) * width * width * 4

@@ -1,0 +1,188 @@
+"""States of 8 and 4 bits: the formats, and optimizers that keep their moments in them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_capture import in_one_graph
+from loops import plain
+from training import difference, give_gradients, parameters, states, train
+
+from memopt_compile import optim
+from memopt_compile.errors import OptimizerError
+from memopt_compile.measure import measure
+from memopt_compile.optim import slabs
+from memopt_compile.quantization.formats import FORMATS, boundaries, decode, encode, nearest
+
+forms = pytest.mark.parametrize("key", FORMATS, ids=str)
+BIG, SMALL = (80, 60), (7,)
+MAKERS = {
+    "SGD": lambda p, **kw: optim.SGD(p, lr=0.1, momentum=0.9, **kw),
+    "Adam": lambda p, **kw: optim.Adam(p, lr=0.02, amsgrad=True, **kw),
+    "AdamW": lambda p, **kw: optim.AdamW(p, lr=0.02, **kw),
+    "AdamA": lambda p, **kw: optim.AdamA(p, lr=0.02, **kw),
+    "CAME": lambda p, **kw: optim.CAME(p, lr=0.02, **kw),
+}
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+bits = pytest.mark.parametrize("bits", [8, 4])
+
+
+def values(shape, signed=True, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x if signed else x.square()
+
+
+def kept(x, form):
+    return decode(*encode(x, form), form, x.numel(), x.dtype).view(x.shape)
+
+
+def test_maps_are_those_of_others():
+    """Of bitsandbytes and torchao: 256 or 16 ascending points, of known ends."""
+    for (width, signed), form in FORMATS.items():
+        assert len(form.points) == 2**width and list(form.points) == sorted(set(form.points))
+        assert form.points[-1] == 1 and (form.points[0] < 0) == signed
+    assert FORMATS[8, True].points[0] == pytest.approx(-0.99297, abs=1e-5)
+    assert FORMATS[4, True].points[8:12] == pytest.approx([0.0055, 0.0325, 0.0775, 0.2125])
+    assert [0 in form.points for form in FORMATS.values()] == [True, False, True, False]
+
+
+@forms
+@given(shape=st.lists(st.integers(0, 30), min_size=1, max_size=3).map(tuple),
+       seed=st.integers(0, 99), scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e9]))
+def test_every_element_is_its_nearest_point(key, shape, seed, scale):
+    form, x = FORMATS[key], values(shape, key[1], seed) * scale
+    codes, scales = encode(x, form)
+    assert (codes.numel(), scales.numel()) == form.sizes(x.numel())
+    flat, got = x.view(-1), kept(x, form).view(-1)
+    points = torch.tensor(form.points, dtype=x.dtype)
+    for i in range(0, x.numel(), form.block):
+        block, largest = flat[i:i + form.block], scales[i // form.block].double()
+        assert largest.abs() == block.abs().max().float().double()
+        nearest = (block[:, None] - largest * points).abs().min(1).values
+        assert ((got[i:i + form.block] - block).abs() <= nearest + 1e-6 * largest.abs()).all()
+
+
+@forms
+@given(seed=st.integers(0, 999), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_encoding_again_changes_nothing(key, seed, dtype):
+    form, x = FORMATS[key], values((7, 61), key[1], seed).to(dtype)
+    codes, scales = encode(x, form)
+    again = encode(kept(x, form), form)
+    assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])
+
+
+@forms
+@given(seed=st.integers(0, 99), power=st.floats(0.1, 30))
+def test_table_gives_the_codes_of_a_search(key, seed, power):
+    form = FORMATS[key]
+    ends = boundaries(form, torch.device("cpu"))
+    x = torch.rand(2000, generator=torch.Generator().manual_seed(seed)) ** power
+    x = torch.cat([x, ends, ends.nextafter(ends + 1), ends.nextafter(ends - 1)]).clamp(-1, 1)
+    x = torch.cat([x, -x]) if key[1] else x.clamp(min=0)
+    assert torch.equal(nearest(x, form), torch.bucketize(x, ends).to(torch.uint8))
+
+
+@forms
+def test_zeros_stay_zeros(key):
+    assert not kept(torch.zeros(300), FORMATS[key]).any()
+
+
+@pytest.mark.parametrize(("key", "largest"), [((8, True), 0.012), ((8, False), 0.007),
+                                              ((4, True), 0.20), ((4, False), 0.20)])
+def test_error_of_a_normal_tensor(key, largest):
+    x = values((1 << 16,), key[1])
+    assert float((kept(x, FORMATS[key]) - x).norm() / x.norm()) <= largest
+
+
+@every
+@bits
+@torch.no_grad()
+def test_state_is_small_and_close(make, bits):
+    full, _ = train(make, shapes=[BIG, SMALL], dtype=torch.float32)
+    ps, opt = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=torch.float32)
+    moved = full[0] - parameters([BIG], torch.float32)[0]
+    assert float((ps[0] - full[0]).norm() / moved.norm()) <= (0.05 if bits == 8 else 0.6)
+    assert difference(ps[1:], full[1:]) == 0  # too small to be encoded
+    size = sum(v.nbytes for k, v in opt.state[ps[0]].items() if "sq_" not in k and "res" not in k)
+    moments = sum(k in opt.moments for k in opt.state[ps[0]])
+    assert size <= moments * ps[0].numel() * bits / 8 * 1.08 + 4
+
+
+@every
+@bits
+def test_goes_on_bit_by_bit(make, bits):
+    ps, old = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=torch.bfloat16)
+    copies = copy.deepcopy(ps)
+    new = make(copies, state_bits=bits)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    train(lambda _: old, 3, ps=ps)
+    train(lambda _: new, 3, ps=copies)
+    assert difference(ps, copies) == 0 == difference(states(old), states(new))
+
+
+@every
+@pytest.mark.parametrize(("saved", "loaded"), [(8, 32), (32, 8), (8, 4)])
+def test_checkpoint_is_of_any_format(make, saved, loaded):
+    ps, old = train(lambda p: make(p, state_bits=saved), shapes=[BIG, SMALL])
+    checkpoint = copy.deepcopy(old.state_dict())
+    new = make(copy.deepcopy(ps), state_bits=loaded)
+    new.load_state_dict(checkpoint)
+    assert new.param_groups[0]["state_bits"] == loaded
+    for index, p in enumerate(new.param_groups[0]["params"]):
+        assert checkpoint["state"][index].keys() == new.state_dict()["state"][index].keys()
+        for name, value in checkpoint["state"][index].items():
+            got = new.state_dict()["state"][index][name]
+            form = new.formats(p, new.param_groups[0]).get(name)
+            assert torch.equal(got, kept(value, form) if form else value)
+
+
+def test_checkpoint_for_torch():
+    ps, ours = train(lambda p: optim.AdamW(p, state_bits=8), shapes=[BIG])
+    theirs = torch.optim.AdamW(ps, foreach=False)
+    theirs.load_state_dict(ours.state_dict())
+    give_gradients(ps, 0)
+    theirs.step()
+    assert ps[0].isfinite().all()
+
+
+@every
+@bits
+@pytest.mark.parametrize("shape", [(128, 64), (5000,), (40, 16, 4, 4), (64, 96)])
+def test_slabs_change_nothing_but_rounding(make, bits, shape, monkeypatch):
+    """One bit of rounding may choose the other of two neighbouring codes."""
+    whole, one = train(lambda p: make(p, state_bits=bits), 3, shapes=[shape])
+    monkeypatch.setattr(slabs, "ELEMENTS", 600)
+    parts, other = train(lambda p: make(p, state_bits=bits), 3, shapes=[shape])
+    assert difference(whole, parts) <= (1e-9 if make is not MAKERS["CAME"] else 1e-2)
+    assert len(other.slabs(parts[0], other.param_groups[0])) > 1
+    assert [s.shape for s in states(one)] == [s.shape for s in states(other)]
+
+
+@every
+def test_temporaries(make, monkeypatch):
+    monkeypatch.setattr(slabs, "ELEMENTS", 1 << 12)
+    ps, opt = train(lambda p: make(p, state_bits=8), 1, shapes=[(256, 256)], dtype=torch.float32)
+    give_gradients(ps, 0)
+    assert measure(opt.step).transient_peak_bytes <= 16 * 4 * slabs.ELEMENTS
+    assert 16 * 4 * (1 << 19) <= 32 * 2**20
+
+
+@pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8)])
+def test_captured_whole(name, bits):
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(12, 400), torch.nn.GELU(),
+                                    torch.nn.Linear(400, 4))
+        opt = MAKERS[name](model.parameters(), state_bits=bits)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+        return plain(model, opt, after=lambda i: schedule.step())
+
+    in_one_graph(build, tolerance=1e-6)
+
+
+def test_refuses_other_widths():
+    with pytest.raises(OptimizerError, match="state_bits is 16"):
+        optim.AdamW(parameters(), state_bits=16)
