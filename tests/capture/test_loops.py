@@ -231,7 +231,7 @@ def test_what_python_remembers_unrolls(body, caplog):
 def test_chunks_of_different_sizes_unroll(rows, caplog):
     def body(model, opt, x, y):
         total = 0.0
-        for xs, ys in memopt.micro_batches(N, x, y):
+        for xs, _ in memopt.micro_batches(N, x, y):
             loss = model[0](xs).square().mean() / N
             loss.backward()
             total = total + loss.detach()
