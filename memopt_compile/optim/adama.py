@@ -6,8 +6,14 @@
 
 The gradient g of a micro-batch is 1/N of its mean: divide its loss by N. With one micro-batch
 this is Adam. With N, m is Adam's, and v holds the sum of the squares where Adam has the square of
-the sum; that is up to N times smaller, the more so the better the gradients agree. s = `v_scale`
-makes up for it.
+the sum; that is up to N times smaller, the more so the better the gradients agree. Two settings
+make up for it, neither of them published. s = `v_scale` is one factor for all elements. With
+`micro_batches` = N, each step adds what the sum of squares lacks where gradients agree,
+
+    v ← v + (1−β₂)(1−1/N)·m̂²,   m̂ = m/(1−β₁ᵗ).
+
+For if micro-batches have mean μ and variance σ², Adam takes μ² + σ²/N and AdamA (μ² + σ²)/N: the
+difference is (1−1/N)μ², and m̂ is the estimate of μ that is at hand.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .adam import Adam, AdamW
 from .base import Options, State, finite
-from .slabs import cut
+from .slabs import Slab, cut
 
 
 class AdamA(AdamW):
@@ -44,6 +50,7 @@ class AdamA(AdamW):
         weight_decay: λ, decoupled as in `AdamW`. Added to the gradient it would have to know N.
         v_scale: s, from 1, the published sum of squares, to the number of micro-batches N, which
             is Adam's v where all micro-batches have the same gradient.
+        micro_batches: N, to have v estimate Adam's; 1 is the published algorithm.
 
     State of a parameter: as of `Adam`, and between `accumulate` and `step` also `folded`, True
     where a micro-batch is in it. Checkpoints go to and from `torch.optim.AdamW`.
@@ -58,14 +65,16 @@ class AdamA(AdamW):
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, amsgrad: bool = False, *, v_scale: float = 1.0,
-                 **options: Any) -> None:
+                 micro_batches: int = 1, **options: Any) -> None:
         super(Adam, self).__init__(
             params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            amsgrad=amsgrad, decoupled_weight_decay=True, v_scale=v_scale)
+            amsgrad=amsgrad, decoupled_weight_decay=True, v_scale=v_scale,
+            micro_batches=micro_batches)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_at_least(group, "v_scale", 1)
+        self.check_at_least(group, "micro_batches", 1)
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             raise self.error("weight decay added to gradients cannot be accumulated",
                              "use decoupled weight decay, as AdamW does")
@@ -121,7 +130,14 @@ class AdamA(AdamW):
 
     def _finish(self, p: Tensor, state: State, group: Options) -> None:
         """The update of `p` from its moments."""
-        self.in_slabs(p, state, group, lambda slab, part: self.apply(cut(p, slab), part, group))
+        def change(slab: Slab | None, part: State) -> None:
+            if group["micro_batches"] > 1:
+                (beta1, beta2), m = group["betas"], part["exp_avg"]
+                missing = (1 - beta2) * (1 - 1 / group["micro_batches"])
+                part["exp_avg_sq"].addcmul_(m, m, value=missing / (1 - beta1**self.count(state))**2)
+            self.apply(cut(p, slab), part, group)
+
+        self.in_slabs(p, state, group, change)
 
 
 class Handles:
