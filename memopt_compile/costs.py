@@ -40,12 +40,18 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     if any(t.device.type != "cpu" for t in tensors):
         return no_workspace
 
+    seen: dict[fx.Node, tuple[list[Any], int]] = {}  # what a call was, and what it held
+
     def held(node: fx.Node) -> int:
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
-        return workspace_bytes(node.target, args, kwargs)
+        call = [node.target, node.args, node.kwargs,
+                *(n.meta.get("val") for n in node.all_input_nodes)]
+        if node not in seen or any(a is not b for a, b in zip(call, seen[node][0])):
+            args, kwargs = pytree.tree_map_only(
+                fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
+            seen[node] = call, workspace_bytes(node.target, args, kwargs)
+        return seen[node][1]
 
     return held
 
