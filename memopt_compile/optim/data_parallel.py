@@ -86,10 +86,8 @@ def check_alike(optimizer: AdamA, groups: Sequence[Options]) -> None:
 def reduce_states(optimizer: AdamA) -> None:
     """Sum up the moments over all ranks: ahead of the update, behind the last gradient."""
     found = pieces(optimizer)
-    if torch.compiler.is_compiling() and not all([piece.folded for piece in found]):
-        _in_eager(optimizer, found)
-    else:
-        _reduce(optimizer, found)
+    whole = not torch.compiler.is_compiling() or all([piece.folded for piece in found])
+    (_reduce if whole else _in_eager)(optimizer, found)
 
 
 def _reduce(optimizer: AdamA, found: list[Piece]) -> None:
