@@ -169,8 +169,11 @@ def _expand(step: StepGraph, node: fx.Node, gradients: list[fx.Node],
     for gradient in gradients:
         for of in clips:
             if (gradient, of) not in clipped:
-                norm = emit(aten.linalg_vector_norm.default, gradient,
-                            dtype=precise(gradient.meta["val"]))
+                # Taken apart, as Inductor wants it: tracing is over.
+                dtype, wide = precise(gradient.meta["val"]), gradient
+                if gradient.meta["val"].dtype != dtype:
+                    wide = emit(aten._to_copy.default, gradient, dtype=dtype)
+                norm = emit(aten.sqrt.default, emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide)))
                 share = emit(aten.clamp_max.default, emit(aten.div.Tensor, of.args[1], norm), 1.0)
                 clipped[gradient, of] = emit(aten.mul.Tensor, gradient, share)
             gradient = clipped[gradient, of]

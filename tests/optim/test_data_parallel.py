@@ -90,6 +90,21 @@ def bfloat16(rank, ranks):
     return [p.detach() for p in ps]
 
 
+def memory(rank, ranks):
+    """Transient bytes of a step, with states of 64 MiB."""
+    p = nn.Parameter(torch.zeros(1 << 23))
+    opt = adama([p], rank, ranks)
+
+    def step():
+        opt.step()
+
+    for _ in range(2):  # the first one makes the states
+        p.grad = torch.ones_like(p)
+        opt.accumulate()
+        found = memopt.measure(step).transient_peak_bytes
+    return found
+
+
 class Branches(nn.Module):
     """The second branch is for inputs of rank 1."""
 
@@ -103,7 +118,7 @@ class Branches(nn.Module):
         return self.last(F.gelu(hidden))
 
 
-def trained(rank, ranks, compile=False, uses=lambda rank: True, in_backward=False):
+def trained(rank, ranks, lowering=None, uses=lambda rank: True, in_backward=False):
     """Weights after some steps on a model, and how each step was captured."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -129,7 +144,8 @@ def trained(rank, ranks, compile=False, uses=lambda rank: True, in_backward=Fals
         opt.step()
 
     made = []
-    run = torch.compile(step, backend="memopt", options={"lowering": "eager"}) if compile else step
+    run = step if lowering is None else torch.compile(
+        step, backend="memopt", options={"lowering": lowering})
     generator = torch.Generator().manual_seed(5)
     with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)):
         for _ in range(4):
@@ -180,10 +196,12 @@ def everything(rank, ranks):
     found["calls"], found["largest"] = (one, many), max(a[0].nbytes for a in calls[one:])
     found["low bit"], found["bfloat16"] = low_bit(rank, ranks), bfloat16(rank, ranks)
     if ranks == 2:
+        found["memory"] = memory(rank, ranks)
+        found["inductor"] = trained(rank, ranks, lowering="inductor")
         found["eager"] = trained(rank, ranks)[0]
         found["in backward"] = trained(rank, ranks, in_backward=True)[0]
-        found["captured"] = trained(rank, ranks, compile=True)
-        found["one captured"] = trained(rank, ranks, compile=True, uses=one_used)
+        found["captured"] = trained(rank, ranks, lowering="eager")
+        found["one captured"] = trained(rank, ranks, lowering="eager", uses=one_used)
         found["refusals"] = refusals(rank, ranks)
     return found
 
@@ -247,7 +265,8 @@ def fed_alone(ranks, **settings):
 
 
 def test_weights_are_the_same_bits_on_all_ranks(results):
-    names = [*SETTINGS, "small", "low bit", "bfloat16", "eager", "in backward"]
+    names = [*SETTINGS, "small", "low bit", "bfloat16", "eager", "in backward", "captured",
+             "inductor"]
     for name in set(names) & results[0].keys():
         for result in results:
             first, here = (r[name] for r in (results[0], result))
@@ -262,6 +281,10 @@ def test_small_parameters_share_a_call(results):
     assert one == 4 < many and results[0]["largest"] == (1 + 2 * 27) * 8
 
 
+def test_no_more_than_buckets_are_held_beside_the_states(pair):
+    assert all(result["memory"] <= 2 * data_parallel.BUCKET for result in pair)
+
+
 def test_low_bit_states(results):
     ps = parameters([(128, 64), (3,)])
     expected, _, _ = algorithm_2(ps, mini_batches(ps, N * len(results)))
@@ -274,9 +297,12 @@ def test_low_bit_states(results):
 def test_models_in_eager_and_captured_whole(pair):
     expected, _ = trained(0, 1)
     for result in pair:
-        for found in (result["eager"], result["in backward"], result["captured"][0]):
+        for way in ("eager", "in backward"):
+            assert difference(result[way], expected) <= 1e-12
+        for way in ("captured", "inductor"):
+            found, reasons = result[way]
             assert difference(found, expected) <= 1e-12
-        assert result["captured"][1] == [("step", None)]
+            assert reasons == [("step", None)]
 
 
 def test_rank_that_does_not_use_a_parameter_goes_by_the_ordinary_path(pair):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import by_hand, gradient, seed
 from test_accumulate_in_states import (
     LAYERS,
     WIDTH,
@@ -17,6 +18,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import memopt_compile as memopt
 from memopt_compile.errors import OptionError
+from memopt_compile.passes.accumulate_in_states import AccumulateInStates
+from memopt_compile.passes.canonicalize import Canonicalize
 
 LIMIT = 0.01
 
@@ -132,6 +135,24 @@ def plain(step):
 def captured(step):
     torch._dynamo.reset()
     return torch.compile(step, backend="memopt", fullgraph=True, options={"lowering": "eager"})
+
+
+def test_norms_of_16_bits_are_taken_in_32():
+    def two_batches(p, m, x):
+        of_0 = gradient(x * seed(torch.sum(x * p)))
+        of_1 = gradient(p * seed(torch.sum(x + p)))
+        limit = torch.full((), 0.5, dtype=torch.float64)
+        clipped = torch.ops.memopt.clip(of_0 + of_1, limit)
+        m.copy_(torch.ops.memopt.fold(m, clipped, torch.full((), 0.9, dtype=torch.float64), 1))
+
+    halves = [(role, torch.rand(4, dtype=torch.float16)) for role in "psx"]
+    step = by_hand(two_batches, *halves)
+    Canonicalize().run(step)
+    AccumulateInStates().run(step)
+    step.verify()
+    text = step.text()
+    assert text.count("f32[4] = _to_copy(") == text.count("f32[] = sqrt(") == 2
+    assert text.count("f16[4] = mul(") >= 4 and "fold" not in text and "= clip(" not in text
 
 
 def test_gradients_of_one_layer_are_alive():
