@@ -31,7 +31,7 @@ from .slabs import Slab, cut, sliced
 if TYPE_CHECKING:
     from .adama import AdamA
 
-BUCKET = 16 << 20  # bytes
+BUCKET = 16 << 20  # bytes of moments in one call
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -98,6 +98,7 @@ def _reduce(optimizer: AdamA, found: list[Piece]) -> None:
             end = at + 1 + 2 * piece.count()
             _take(optimizer, piece, sums[at:end])
             at = end
+        del sums  # before the next bucket is packed
 
 
 # A graph cannot ask a number whether some other rank has used a parameter.
@@ -124,7 +125,7 @@ def buckets(found: list[Piece]) -> list[list[Piece]]:
     room = 0
     for piece in found:
         dtype = precise(piece.p)
-        needed = (1 + 2 * piece.count()) * dtype.itemsize
+        needed = 2 * piece.count() * dtype.itemsize
         last = result[-1][-1].p if result else piece.p
         if not result or needed > room or (precise(last), last.device) != (dtype, piece.p.device):
             result.append([])

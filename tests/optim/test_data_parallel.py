@@ -282,7 +282,7 @@ def test_small_parameters_share_a_call(results):
 
 
 def test_no_more_than_buckets_are_held_beside_the_states(pair):
-    assert all(result["memory"] <= 2 * data_parallel.BUCKET for result in pair)
+    assert all(result["memory"] <= 1.2 * data_parallel.BUCKET for result in pair)
 
 
 def test_low_bit_states(results):
