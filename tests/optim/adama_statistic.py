@@ -1,12 +1,14 @@
 """The statistic of Figure 4 of the AdamA paper: √v̂ / √v̂′ while the example's ResNet is trained.
 
-    python tests/optim/adama_statistic.py [--steps 150]
+    python tests/optim/adama_statistic.py [--steps 150] [--told]
 
 The training is AdamA's, with N micro-batches a mini-batch. v̂′ is its second moment, from the sum of
 the micro-batches' squared gradients; v̂ is that of Adam, from the square of their sum, on the same
 gradients. The bias corrections are equal and fall out: the coefficient is √v/√v′, by which AdamA's
 step of an element is longer than Adam's. It is 1 where an element's gradients of the micro-batches
 are uncorrelated over time, √N where they agree, and 0 where they cancel out.
+
+--told trains with `micro_batches=N`, whose v is made to estimate Adam's.
 
 For each N, over the steps: the mean over all elements, as the paper draws it, its value range, and
 how many elements are within 1% of 1.
@@ -39,12 +41,13 @@ def coefficients(opt: AdamA, adams: dict[nn.Parameter, Tensor]) -> Tensor:
     return torch.cat([(v / own).sqrt()[own > 0].flatten() for v, own in found])
 
 
-def track(n: int, steps: int, lr: float) -> Tensor:
+def track(n: int, steps: int, lr: float, told: bool) -> Tensor:
     """[steps, 7]: mean, min, 1%, median, 99%, max, share within 1% of 1, after each step."""
     torch.manual_seed(0)
     images, labels, _, _ = fashion_mnist()
     model = ResNet()
-    opt = AdamA(model.parameters(), lr=lr, betas=(0.9, BETA2))
+    opt = AdamA(model.parameters(), lr=lr, betas=(0.9, BETA2),
+                micro_batches=n if told else 1)
     adams = {p: torch.zeros_like(p) for p in model.parameters()}
     batches = torch.randperm(COUNT).split(BATCH)[:-1]
     rows = []
@@ -70,13 +73,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--told", action="store_true", help="AdamA(micro_batches=N)")
     options = parser.parse_args()
     print(f"{options.steps} steps of {BATCH} images, lr {options.lr}\n")
     print("| N | after step | mean | min | 1% | median | 99% | max | within 1% of 1 |")
     print("|---|---|---|---|---|---|---|---|---|")
     for n in (2, 4, 8):
         begin = time.perf_counter()
-        rows = track(n, options.steps, options.lr)
+        rows = track(n, options.steps, options.lr, options.told)
         shown = [s for s in (1, options.steps // 10, options.steps // 3, options.steps) if s > 0]
         for step in dict.fromkeys(shown):
             *values, near = rows[step - 1].tolist()
