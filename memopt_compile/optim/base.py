@@ -156,6 +156,23 @@ class Optimizer(torch.optim.Optimizer):
         return {name: FORMATS[group["state_bits"], signed]
                 for name, signed in self.moments.items()}
 
+    def in_line(self, tensor: Tensor, group: Options) -> Tensor:
+        """A parameter or its gradient as a vector, if its moments are of few bits, for an
+        elementwise update: their blocks are then its too, in every slab and every fused loop.
+        """
+        if self.formats(tensor, group) and tensor.is_contiguous():
+            return tensor.view(-1)
+        return tensor
+
+    @staticmethod
+    def scalar(value: Any) -> Any:
+        """A number of the whole update, computed once. A 0-dim tensor that is only read by
+        elementwise arithmetic Inductor computes again for every few elements of it.
+        """
+        if torch.compiler.is_compiling() and torch.is_tensor(value):
+            return value.as_strided((), ())
+        return value
+
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
         blocks = [form.block for form in self.formats(p, group).values()]
@@ -211,6 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         if "step" in state:
             state["step"].add_(1)
         if self.elementwise:
+            p, grad = self.in_line(p, group), self.in_line(grad, group)
             self.in_slabs(p, state, group, lambda slab, part: self.update(
                 cut(p, slab), self.gradient(grad, slab, group), part, group))
         else:

@@ -16,7 +16,8 @@ from memopt_compile import optim
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
-from memopt_compile.quantization.formats import FORMATS, boundaries, decode, encode, nearest
+from memopt_compile.quantization import arithmetic, tables
+from memopt_compile.quantization.formats import FORMATS, decode, encode
 
 forms = pytest.mark.parametrize("key", FORMATS, ids=str)
 BIG, SMALL = (80, 60), (7,)
@@ -75,15 +76,44 @@ def test_encoding_again_changes_nothing(key, seed, dtype):
     assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])
 
 
+def shares_near_boundaries(key, seed, power):
+    """Float32 shares: random ones, and the boundaries between codes with their neighbours."""
+    ends = tables.boundaries(FORMATS[key], torch.device("cpu"))
+    x = torch.rand(2000, generator=torch.Generator().manual_seed(seed)) ** power
+    x = torch.cat([x, ends, ends.nextafter(ends + 1), ends.nextafter(ends - 1)]).clamp(-1, 1)
+    return torch.cat([x, -x]) if key[1] else x.clamp(min=0), ends
+
+
 @forms
 @given(seed=st.integers(0, 99), power=st.floats(0.1, 30))
 def test_table_gives_the_codes_of_a_search(key, seed, power):
+    x, ends = shares_near_boundaries(key, seed, power)
+    assert torch.equal(tables.codes(x, FORMATS[key]), torch.bucketize(x, ends).to(torch.uint8))
+
+
+@forms
+@given(seed=st.integers(0, 99), power=st.floats(0.1, 30))
+def test_arithmetic_gives_the_codes_of_a_search(key, seed, power):
+    """But for elements within rounding of a boundary, which may get the code across it."""
+    x, ends = shares_near_boundaries(key, seed, power)
+    got = arithmetic.codes(x, FORMATS[key]).int()
+    for nudged in (x * (1 - 3e-7), x * (1 + 3e-7)):
+        codes = torch.bucketize(nudged, ends)
+        got = torch.where(got == codes, -1, got)
+    assert (got == -1).all()
+
+
+@forms
+def test_arithmetic_has_the_points_of_the_map(key):
+    """All codes to a few units in the last place, the largest point and 0 exactly."""
     form = FORMATS[key]
-    ends = boundaries(form, torch.device("cpu"))
-    x = torch.rand(2000, generator=torch.Generator().manual_seed(seed)) ** power
-    x = torch.cat([x, ends, ends.nextafter(ends + 1), ends.nextafter(ends - 1)]).clamp(-1, 1)
-    x = torch.cat([x, -x]) if key[1] else x.clamp(min=0)
-    assert torch.equal(nearest(x, form), torch.bucketize(x, ends).to(torch.uint8))
+    codes = torch.arange(2**form.bits, dtype=torch.uint8)
+    pairs = codes if form.bits == 8 else codes[0::2] | codes[1::2] << 4
+    for dtype, error in ((torch.float32, 1e-6), (torch.float64, 3e-7)):
+        points, got = torch.tensor(form.points, dtype=dtype), arithmetic.points(pairs, form, dtype)
+        assert torch.equal(tables.points(pairs, form, dtype), points) and got[-1] == 1
+        assert ((got - points).abs() <= error * points.abs()).all()
+        assert torch.equal(arithmetic.codes(got.float(), form), codes)
 
 
 @forms
@@ -173,6 +203,7 @@ def test_temporaries(make, monkeypatch):
 
 @pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8)])
 def test_captured_whole(name, bits):
+    """Arithmetic in place of tables: by rounding an element may get the neighbouring code."""
     def build():
         model = torch.nn.Sequential(torch.nn.Linear(12, 400), torch.nn.GELU(),
                                     torch.nn.Linear(400, 4))
@@ -180,7 +211,7 @@ def test_captured_whole(name, bits):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
         return plain(model, opt, after=lambda i: schedule.step())
 
-    in_one_graph(build, tolerance=1e-6)
+    in_one_graph(build, tolerance=2e-2)
 
 
 def test_refuses_other_widths():
