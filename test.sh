@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 .ci/setup test
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

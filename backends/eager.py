@@ -10,7 +10,8 @@ neither a view nor pointwise is checked, and copied into the promised layout if 
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx

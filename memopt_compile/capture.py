@@ -21,8 +21,9 @@ import contextlib
 import logging
 import math
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch

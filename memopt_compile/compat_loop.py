@@ -5,6 +5,7 @@ Checked against torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -21,13 +22,21 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 # Of a variable, what says where it came from and not what it is.
-_NOT_STATE = {"source", "source_location", "mutation_type", "guards", "proxy", "parents_tracker", "user_code_variable"}
+_NOT_STATE = {"source", "source_location", "mutation_type", "guards", "proxy", "parents_tracker",
+              "user_code_variable"}
+
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def for_loop_asks(tx: Any, iterator: Any) -> bool:
-    """Whether it is a ``for`` statement over `iterator` itself that wants its next item."""
-    return (tx.current_instruction.opname == "FOR_ITER" and bool(tx.stack)
-            and tx.stack[-1] is iterator)
+def for_statement(tx: Any, iterator: Any) -> tuple[Any, int] | None:
+    """The ``for`` statement over `iterator` itself that wants its next item, if it is one.
+
+    Not in a generator: between two items it would hand over to readers, which may count or gather
+    what it yields and are not seen here.
+    """
+    asks = (tx.current_instruction.opname == "FOR_ITER" and tx.stack and tx.stack[-1] is iterator
+            and not tx.f_code.co_flags & _GENERATOR)
+    return (tx, tx.instruction_pointer) if asks else None
 
 
 def python_state(tx: Any, but: Any) -> tuple[tuple, list[Any]]:

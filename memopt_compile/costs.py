@@ -10,7 +10,7 @@ result they hold copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _measure(target: Any, args: Any, kwargs: Any) -> int:
     """Peak of one run on made-up operands, less the bytes of its results."""
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad():
         args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
-        run: Callable[[], Any] = lambda: target(*args, **kwargs)
+        run = partial(target, *args, **kwargs)
         try:
             run()  # libraries keep what they set up in their first call
             seen = measure(run, resident=())

@@ -50,8 +50,11 @@ def budget_bytes(budget: int | float | str, unoptimized_peak_bytes: int,
 
 
 def keep_freed_bytes(transient_bytes: int) -> bool:
-    """Let the heap keep up to `transient_bytes` that a step on the CPU frees for the next step,
-    as PyTorch's allocator does on a GPU. Whether it could be done.
+    """Let the heap keep the `transient_bytes` that a step on the CPU frees for the next step, as
+    PyTorch's allocator does on a GPU. Whether it could be done.
+
+    The threshold is twice as much: there are gaps in a heap, and to be just above it means to
+    give back everything.
 
     glibc gives the free top of its heap back to the system. A step that frees all that it made is
     given every page anew, zeroed, in each call (see decision 0006). Nothing is done under another
@@ -62,7 +65,7 @@ def keep_freed_bytes(transient_bytes: int) -> bool:
         return True
     if any(name in os.environ for name in _SETTINGS):
         return False
-    done = _mallopt(min(transient_bytes, _LARGEST_INT), _LARGEST_MMAP)
+    done = _mallopt(min(2 * transient_bytes, _LARGEST_INT), _LARGEST_MMAP)
     _kept_bytes = transient_bytes if done else _kept_bytes
     return done
 

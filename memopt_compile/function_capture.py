@@ -7,7 +7,8 @@ left to Dynamo, and so to the ordinary path.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 

@@ -14,8 +14,9 @@ Sizes are bytes of the whole storage behind a value, not of the view of it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable
+from typing import Any
 
 from torch import fx
 

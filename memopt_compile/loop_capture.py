@@ -44,11 +44,12 @@ torch.fx.node.has_side_effect(torch.ops.memopt.loop_state.default)
 
 @dataclass
 class Loop:
-    """One call of `memopt.micro_batches` in the frame being traced. `shortened` once the trace
-    has left iterations out."""
+    """One call of `memopt.micro_batches` in the frame being traced, and the ``for`` statement that
+    runs over it first. `shortened` once the trace has left iterations out."""
 
     chunks: list[Any]
     iterator: Any = None
+    statement: Any = None
     third: Any = None
     shortened: bool = False
 
@@ -56,11 +57,13 @@ class Loop:
 def next_item(loops: Sequence[Loop], original: Callable, iterator: Any, tx: Any) -> Any:
     """The next item of a list iterator: of chunks in a ``for`` statement, marked and cut short."""
     loop = next((o for o in loops if o.chunks is iterator.items), None)
-    if loop is None or not compat_loop.for_loop_asks(tx, iterator):
+    statement = compat_loop.for_statement(tx, iterator)
+    if loop is None or statement is None:
         return original(iterator, tx)
     if loop.iterator is None and _equal_and_many(loop.chunks):
-        loop.iterator = iterator
-    if loop.iterator is not iterator or iterator.index >= len(loop.chunks):
+        loop.iterator, loop.statement = iterator, statement
+    if (loop.iterator is not iterator or loop.statement != statement
+            or iterator.index >= len(loop.chunks)):
         return original(iterator, tx)
     index = iterator.index
     if index in (TRACED - 1, TRACED):

@@ -76,9 +76,9 @@ def _complete_one(first: dict[int, fx.Node], end: fx.Node) -> None:
     latest = twin
     for index in range(3, first[0].args[3]):
         latest = _copy(one, latest, carried, index, where=end)
-    for node in latest.keys() & twin.keys():
+    for node, last in latest.items():
         twin[node].replace_all_uses_with(
-            latest[node], delete_user_cb=lambda user: at.get(user, -1) > at[end])
+            last, delete_user_cb=lambda user: at.get(user, -1) > at[end])
 
 
 def _carried(twin: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:

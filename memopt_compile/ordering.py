@@ -28,7 +28,7 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
     for node in step.computing():
         needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
         for root in {r for argument in mutated_args(node) for r in roots[argument]}:
-            needs += touched.get(root, [])  # rule 2
+            needs += touched.pop(root, [])  # rule 2; what came before those they need themselves
         for root in {r for a in (node, *node.all_input_nodes) for r in roots[a]}:
             touched.setdefault(root, []).append(node)
         if is_random(node):

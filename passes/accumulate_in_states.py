@@ -70,7 +70,8 @@ def terms(step: StepGraph, total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]
     Raises:
         OptionError: it is more than their sum, or is needed besides.
     """
-    finished, found, sums, stack = set(step.gradients), [], [], [total]
+    finished = {gradient: i for i, gradient in enumerate(step.gradients)}
+    found, sums, stack = [], [], [total]
     while stack:
         node = stack.pop()
         if node in finished:
@@ -88,8 +89,7 @@ def terms(step: StepGraph, total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]
                                "call opt.zero_grad() behind opt.step()")
             if user not in sums and user.target is not FOLD and _unsigned(user) is user:
                 raise _whole(step, user)
-    position = {node: i for i, node in enumerate(step.graph.nodes)}
-    return sorted(found, key=position.__getitem__), sums
+    return sorted(found, key=finished.__getitem__), sums
 
 
 def _whole(step: StepGraph, node: fx.Node) -> OptionError:

@@ -106,15 +106,13 @@ def _can_replace(step: StepGraph, value: fx.Node, write: fx.Node,
                  roots: dict[fx.Node, frozenset[fx.Node]]) -> bool:
     """Whether `value` needs everything that reads the state as it is before, may be computed
     earlier, and is not itself wanted after the step."""
-    state, needed, stack = write.args[0], {value}, [value]
-    while stack:
-        new = [a for a in stack.pop().all_input_nodes if a not in needed]
-        needed.update(new)
-        stack += new
+    state, needs = write.args[0], _update_needs(step, [value])
+    if not any(state in n.all_input_nodes for n in needs):
+        return False
     (owner,) = roots[state]
-    readers = {u for n in needed if owner in roots[n] for u in n.users}
-    return (state in needed and readers <= needed | {write}
-            and not any(is_random(n) for n in _update_needs(step, [value]))
+    views = [n for n in needs if owner in roots[n]]
+    readers = {u for n in [state, *views] for u in n.users}
+    return (readers <= needs | {write} and not any(map(is_random, needs))
             and not any(u.op == "output" for u in value.users))
 
 

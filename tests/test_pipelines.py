@@ -103,6 +103,7 @@ def test_the_default_story(lowering):
     assert ("reuse_buffers" in names) == (lowering == "eager")
     order = [
         "canonicalize",
+        "write_back_early",
         "rematerialize_free",
         "channels_last",
         "release_gradients",

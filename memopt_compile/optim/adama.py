@@ -12,7 +12,7 @@ makes up for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -110,20 +110,14 @@ class AdamA(AdamW):
         self.in_slabs(p, state, group, lambda slab, part: self.fold(
             self.gradient(grad, slab, group), part, group, first))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.accumulate()
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
                 if state.pop("folded", False):
                     self._finish(p, state, group)
-        return loss
 
     def _finish(self, p: Tensor, state: State, group: Options) -> None:
         """The update of `p` from its moments."""

@@ -187,12 +187,15 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         self._init_groups()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._guarded(p, p.grad, self.state[p], group)
-        return loss
 
     def _init_groups(self) -> None:
         """State for all gradients before any is used: a refusal leaves nothing half done."""

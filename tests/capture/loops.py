@@ -6,8 +6,9 @@ what happens around it. Eager and compiled runs each build their own from the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F

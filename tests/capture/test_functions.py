@@ -16,7 +16,7 @@ def compiled():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x):
-        warnings.warn("told by the step", FutureWarning)
+        warnings.warn("told by the step", FutureWarning, stacklevel=1)
         loss = model(x).square().mean()
         loss.backward()
         opt.step()

@@ -193,8 +193,32 @@ def one_backward(model, opt, x, y):
     return total.detach()
 
 
-@pytest.mark.parametrize("body", [counting, listing, numbering, iterating, remembering,
-                                  on_an_object, asking_which, two_back, swapping, one_backward])
+def yielding(model, opt, x, y):
+    losses = list(loss_of(model, *chunk) for chunk in memopt.micro_batches(N, x, y))
+    return losses[-1] * len(losses)
+
+
+def resuming(model, opt, x, y):
+    def first_of(chunks):
+        for xs, ys in chunks:
+            return loss_of(model, xs, ys)
+
+    return list(map(first_of, [iter(memopt.micro_batches(N, x, y))] * N))[-1]
+
+
+def resuming_elsewhere(model, opt, x, y):
+    total, chunks = 0.0, iter(memopt.micro_batches(N, x, y))
+    for xs, ys in chunks:
+        total = total + loss_of(model, xs, ys)
+        break
+    for xs, ys in chunks:
+        total = total + 2 * loss_of(model, xs, ys)
+    return total
+
+
+@pytest.mark.parametrize("body", [
+    counting, listing, numbering, iterating, remembering, on_an_object, asking_which, two_back,
+    swapping, one_backward, yielding, resuming, resuming_elsewhere])
 def test_what_python_remembers_unrolls(body, caplog):
     expected, parameters = outcome(body)
     got, mine = outcome(body, memopt_eager())
@@ -207,7 +231,7 @@ def test_what_python_remembers_unrolls(body, caplog):
 def test_chunks_of_different_sizes_unroll(rows, caplog):
     def body(model, opt, x, y):
         total = 0.0
-        for xs, ys in memopt.micro_batches(N, x, y):
+        for xs, _ in memopt.micro_batches(N, x, y):
             loss = model[0](xs).square().mean() / N
             loss.backward()
             total = total + loss.detach()

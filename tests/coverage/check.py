@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -244,7 +245,7 @@ class _Lines(logging.Handler):
         if "not captured whole" in record.getMessage():
             self.lines.append(record.getMessage())
 
-    def __enter__(self) -> "_Lines":
+    def __enter__(self) -> _Lines:
         logging.getLogger("memopt_compile").addHandler(self)
         return self
 

@@ -6,8 +6,9 @@ a CPU in a minute. Nothing is downloaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import transformers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
-from training import difference, give_gradients, train
+from training import difference, give_gradients, saved_and_loaded, train
 
 import memopt_compile as memopt
 
@@ -86,12 +85,7 @@ def test_checkpoint_goes(there, dtype, name, settings):
     """Training goes on in the other class as it would have in its own."""
     saving, loading = pair(name, **settings)[:: 1 if there else -1]
     ps, old = train(saving, dtype=dtype)
-    file = io.BytesIO()
-    torch.save(old.state_dict(), file)
-    file.seek(0)
-    copies = copy.deepcopy(ps)
-    new = loading(copies)
-    new.load_state_dict(torch.load(file, weights_only=True))
+    copies, new = saved_and_loaded(ps, old, loading)
     for i in range(3):
         for some, opt in ((ps, old), (copies, new)):
             give_gradients(some, i)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from training import MAKERS, difference, give_gradients, parameters, states, train
+from training import (
+    MAKERS,
+    difference,
+    give_gradients,
+    parameters,
+    saved_and_loaded,
+    states,
+    train,
+)
 
 from memopt_compile import optim
 from memopt_compile.errors import OptimizerError
@@ -24,12 +31,7 @@ every_class = pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_goes_on_bit_by_bit_from_a_checkpoint(make, dtype):
     ps, old = train(make, dtype=dtype)
-    file = io.BytesIO()
-    torch.save(old.state_dict(), file)
-    file.seek(0)
-    copies = copy.deepcopy(ps)
-    new = make(copies)
-    new.load_state_dict(torch.load(file, weights_only=True))
+    copies, new = saved_and_loaded(ps, old, make)
     train(lambda _: old, 3, ps=ps)
     train(lambda _: new, 3, ps=copies)
     assert difference(ps, copies) == 0 == difference(states(old), states(new))

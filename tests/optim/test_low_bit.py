@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_capture import in_one_graph
 from loops import plain
+from test_capture import in_one_graph
 from training import difference, give_gradients, parameters, states, train
 
 from memopt_compile import optim

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +50,17 @@ def train(make: Callable, steps: int = 6, first: int = 100, ps: Any = None,
         give_gradients(ps, i)
         opt.step()
     return ps, opt
+
+
+def saved_and_loaded(ps: list[nn.Parameter], old: Any, make: Callable) -> tuple[list, Any]:
+    """Copies of `ps`, and an optimizer for them with the state of `old` out of a file."""
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    copies = copy.deepcopy(ps)
+    new = make(copies)
+    new.load_state_dict(torch.load(file, weights_only=True))
+    return copies, new
 
 
 def difference(a: list[Any], b: list[Any]) -> float:
