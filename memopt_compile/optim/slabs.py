@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # An update holds at most four arrays of this many elements: 8 MiB in float64.
-ELEMENTS = 1 << 18
+ELEMENTS = 1 << 17
 
 
 class Slab(NamedTuple):
