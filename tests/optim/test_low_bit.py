@@ -12,12 +12,13 @@ from loops import plain
 from test_capture import in_one_graph
 from training import difference, give_gradients, parameters, states, train
 
-from memopt_compile import optim
+from memopt_compile import optim, report
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
 from memopt_compile.quantization import arithmetic, tables
 from memopt_compile.quantization.formats import FORMATS, decode, encode
+from memopt_compile.quantization.rounding import Rounded
 
 forms = pytest.mark.parametrize("key", FORMATS, ids=str)
 BIG, SMALL = (80, 60), (7,)
@@ -29,7 +30,7 @@ MAKERS = {
     "CAME": lambda p, **kw: optim.CAME(p, lr=0.02, **kw),
 }
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-bits = pytest.mark.parametrize("bits", [8, 4])
+bits = pytest.mark.parametrize("bits", [16, 8, 4])
 
 
 def values(shape, signed=True, seed=0):
@@ -156,11 +157,12 @@ def test_state_is_small_and_close(make, bits):
     full, _ = train(make, shapes=[BIG, SMALL], dtype=torch.float32)
     ps, opt = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=torch.float32)
     moved = full[0] - parameters([BIG], torch.float32)[0]
-    assert float((ps[0] - full[0]).norm() / moved.norm()) <= (0.05 if bits == 8 else 0.6)
+    assert float((ps[0] - full[0]).norm() / moved.norm()) <= {16: 0.01, 8: 0.05, 4: 0.6}[bits]
     assert difference(ps[1:], full[1:]) == 0  # too small to be encoded
     size = sum(v.nbytes for k, v in opt.state[ps[0]].items() if "sq_" not in k and "res" not in k)
-    moments = sum(k in opt.moments for k in opt.state[ps[0]])
-    assert size <= moments * ps[0].numel() * bits / 8 * 1.08 + 4
+    wide = [32 if bits == 16 and not opt.moments[k] else bits
+            for k in opt.state[ps[0]] if k in opt.moments]
+    assert size <= ps[0].numel() * sum(wide) / 8 * (1 if bits == 16 else 1.08) + 4
 
 
 @every
@@ -176,7 +178,7 @@ def test_goes_on_bit_by_bit(make, bits):
 
 
 @every
-@pytest.mark.parametrize(("saved", "loaded"), [(8, 32), (32, 8), (8, 4)])
+@pytest.mark.parametrize(("saved", "loaded"), [(8, 32), (32, 8), (8, 4), (16, 32), (32, 16), (8, 16)])
 def test_checkpoint_is_of_any_format(make, saved, loaded):
     ps, old = train(lambda p: make(p, state_bits=saved), shapes=[BIG, SMALL])
     checkpoint = copy.deepcopy(old.state_dict())
@@ -184,11 +186,15 @@ def test_checkpoint_is_of_any_format(make, saved, loaded):
     new.load_state_dict(checkpoint)
     assert new.param_groups[0]["state_bits"] == loaded
     for index, p in enumerate(new.param_groups[0]["params"]):
-        assert checkpoint["state"][index].keys() == new.state_dict()["state"][index].keys()
+        names = new.state_dict()["state"][index].keys()
+        assert names - checkpoint["state"][index].keys() <= {"step"}  # what 16 bits need
         for name, value in checkpoint["state"][index].items():
             got = new.state_dict()["state"][index][name]
             form = new.formats(p, new.param_groups[0]).get(name)
-            assert torch.equal(got, kept(value, form) if form else value)
+            if isinstance(form, Rounded):
+                assert torch.equal(got, value.bfloat16().to(got.dtype))
+            else:
+                assert torch.equal(got, kept(value, form) if form else value)
 
 
 def test_checkpoint_for_torch():
@@ -222,7 +228,8 @@ def test_temporaries(make, monkeypatch):
     assert 16 * 4 * (1 << 19) <= 32 * 2**20
 
 
-@pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8), ("AdamW", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8), ("AdamW", 8),
+                                              ("SGD", 16), ("AdamW", 16), ("CAME", 16)])
 def test_captured_whole(name, bits):
     """One graph in 12 steps of a schedule, and the codes of eager.
 
@@ -239,6 +246,32 @@ def test_captured_whole(name, bits):
     in_one_graph(build, tolerance=1e-13)
 
 
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_captured_peak(lowering, bits):
+    """As predicted; under Inductor nothing of the parameter's size beside the states."""
+    torch._dynamo.reset()
+    p, grad = torch.nn.Parameter(torch.randn(512, 512)), torch.randn(512, 512)
+    opt = optim.AdamW([p], lr=0.1, state_bits=bits)
+
+    def step(grad):
+        loss = (p * grad).sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="memopt", options={"lowering": lowering})
+    for _ in range(2):
+        compiled(grad)
+    found = report(compiled)
+    assert found.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
+    if lowering == "inductor":
+        assert found.predicted_peak_bytes - found.resident_bytes <= p.nbytes / 32
+
+
 def test_refuses_other_widths():
-    with pytest.raises(OptimizerError, match="state_bits is 16"):
-        optim.AdamW(parameters(), state_bits=16)
+    with pytest.raises(OptimizerError, match="state_bits is 12"):
+        optim.AdamW(parameters(), state_bits=12)
+    with pytest.raises(OptimizerError, match="rounding_seed is -1"):
+        optim.AdamW(parameters(), state_bits=16, rounding_seed=-1)
