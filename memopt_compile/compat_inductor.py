@@ -153,8 +153,8 @@ def _copy_in_line(module: fx.GraphModule) -> None:
 def computed_again(graph: fx.Graph) -> contextlib.AbstractContextManager:
     """For a graph that makes bytes of numbers: Inductor stores nothing between, however long it is.
 
-    To decode and encode a moment of 8 bits takes more operators than it computes twice. Each of
-    four results it would store in float32 for the whole tensor, which is more memory than the
+    To decode and encode a moment of 8 bits takes more operators than it computes twice. Three
+    results it would store in float32 for the whole tensor, which is more memory than the
     states save, and takes longer than to compute them in both loops, over elements and blocks.
     """
     def value(node: fx.Node) -> Any:

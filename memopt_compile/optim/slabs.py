@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# An update holds at most four arrays of this many elements: 8 MiB in float64.
+# An update holds at most four arrays of this many elements: 4 MiB in float64.
 ELEMENTS = 1 << 17
 
 

@@ -47,7 +47,7 @@ def codes(shares: Tensor, form: Format) -> Tensor:
     # terms of like size are added, as the steepest line is far above the result.
     part = below(size, part_lines(form))
     power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^⌊log₂ part⌋
-    number = torch.where(part - power < LATE, part - LATE, part).floor().relu()
+    number = torch.where(part - power < LATE, part - LATE, part).floor()
     if zero:
         number = torch.where(shares < 0, -number, number)
     last = first * 2**form.decades  # of 1, half a part above its predecessor

@@ -42,7 +42,8 @@ def rounded(value: Tensor, form: Rounded, step: Any, first: int = 0) -> Tensor:
     bits = value.reshape(-1).to(torch.float32).view(torch.int32)
     places = torch.arange(first, first + value.numel(), dtype=torch.int32, device=value.device)
     # The lower half is what bfloat16 drops: a uniform number carries in proportion to it.
-    return (noise(places, form.seed, step).add_(bits) >> 16).to(torch.int16).view(torch.bfloat16)
+    bits = noise(places, form.seed, step).add_(bits).bitwise_and_(-1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)
 
 
 def noise(places: Tensor, seed: int, step: Any) -> Tensor:
@@ -54,6 +55,8 @@ def noise(places: Tensor, seed: int, step: Any) -> Tensor:
     left, right = (places >> 16) & 0xFFFF, places & 0xFFFF
     for multiplier, by_step, by_seed in ROUNDS:
         key = (step * by_step + seed * by_seed) & 0xFFFF
+        if isinstance(key, Tensor):  # as a tensor of its own it is computed once
+            key = key.to(torch.int32).as_strided((), ())
         mixed = (((right ^ key) * multiplier) >> 8) & 0xFFFF
         left, right = right, left ^ mixed
     return right
