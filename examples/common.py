@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from memopt_compile.backends.inductor import compiler_available
+
 BACKENDS = ("memopt", "inductor", "eager")
 
 # memopt counts bytes with torch's profiler, which announces each start and stop on stderr.
@@ -38,7 +40,7 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
     if options.backend == "eager":
         return step
     needs_compiler = options.backend == "inductor" or options.lowering == "inductor"
-    if needs_compiler and not has_compiler():
+    if needs_compiler and not compiler_available():
         if options.backend == "inductor":
             raise SystemExit("torch.compile needs a C++ compiler here: install g++ or set CXX")
         print("no C++ compiler (install g++ or set CXX): using the eager lowering", flush=True)
@@ -48,13 +50,6 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
     wanted = {"lowering": options.lowering, "memory_budget": options.budget,
               "accumulate": getattr(options, "accumulate", "gradients")}
     return torch.compile(step, backend="memopt", options=wanted)
-
-
-def has_compiler() -> bool:
-    """Whether Inductor can build for the CPU."""
-    from memopt_compile.backends.inductor import compiler_available
-
-    return compiler_available()
 
 
 def train(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 import transformers
 from common import arguments, compiled, train
-from comparison import compare, measure
 from data import random_batch, shakespeare
 from torch import nn
+
+from memopt_compile.bench import answer, compare
 
 
 def build(name: str, vocabulary: int, width: int, layers: int) -> nn.Module:
@@ -64,11 +66,11 @@ def main() -> None:
 
     step = compiled(step, options)
     if options.measure:
-        return measure(step, batch(0), (model, opt), options.measure)
+        return answer(step, batch(0), options.measure, (model, opt))
     print(f"{options.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
     train(step, batch, options.steps)
     if options.compare:
-        compare()
+        compare([sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":

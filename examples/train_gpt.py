@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
 from common import arguments, compiled, train
-from comparison import compare, measure
 from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
 import memopt_compile as memopt
+from memopt_compile.bench import answer, compare
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -104,7 +105,7 @@ def measured(options: argparse.Namespace) -> None:
     ids, _, alphabet = shakespeare()
     model, opt, _, step = prepare(options, len(alphabet))
     batch = random_batch(ids, options.batch, options.sequence, torch.Generator().manual_seed(0))
-    measure(compiled(step, options), batch, (model, opt), options.measure)
+    answer(compiled(step, options), batch, options.measure, (model, opt))
 
 
 if __name__ == "__main__":
@@ -114,4 +115,4 @@ if __name__ == "__main__":
     else:
         run(options)
         if options.compare:
-            compare()
+            compare([sys.executable, *sys.argv])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from common import arguments, compiled, train
-from comparison import compare, measure
 from data import fashion_mnist
 from models import ResNet
+
+from memopt_compile.bench import answer, compare
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
 
     step = compiled(step, options)
     if options.measure:
-        return measure(step, batch(0), (model, opt), options.measure)
+        return answer(step, batch(0), options.measure, (model, opt))
     print(f"{count:,} images in batches of {size}, the last of {len(batches[-1])}")
     train(step, batch, options.steps)
     model.eval()
@@ -45,7 +48,7 @@ def main() -> None:
         found = torch.cat([model(part).argmax(1) for part in test_images.split(500)])
     print(f"test accuracy {(found == test_labels).float().mean():.3f}")
     if options.compare:
-        compare()
+        compare([sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":

@@ -1,24 +1,30 @@
-"""The command line: `python -m memopt_compile explain train.py:make`."""
+"""The command line: `python -m memopt_compile explain | fit | bench train.py:make`."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .bench import TITLES, answer, compare
 from .errors import MemoptError, OptionError
+from .fitting import fit
+from .options import Options
 from .report import explain
+
+# memopt counts bytes with torch's profiler, which announces each start and stop on stderr.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 TARGET = """a file and a function in it that takes nothing and returns (step, args): the training
 step, not compiled, and a tuple of example arguments to call it with"""
-PLANNED = {
-    "fit": "find the largest batch that fits a number of bytes",
-    "bench": "compare memory and speed with eager and with plain torch.compile",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,24 +42,33 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m memopt_compile", description="Plan the memory of a training step.")
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    command = commands.add_parser(
-        "explain", help="print what memopt would do with a step, without running it",
-        description="Print what memopt would do with a step, without running it.")
-    command.add_argument("target", metavar="script.py:function", help=TARGET)
-    command.add_argument("-o", "--option", metavar="NAME=VALUE", action="append", default=[],
-                         type=_option, help="a field of memopt.Options, such as memory_budget=6GiB "
-                         "or lowering=eager; may be given several times")
+    command = _command(commands, "explain", _explain, "print what memopt would do with a step, "
+                       "without running it")
     command.add_argument("--dump", metavar="FOLDER", help="write every graph, the plan, the program "
                          "and the report to a new numbered folder in FOLDER")
     command.add_argument("--svg", metavar="FILE", help="draw predicted memory before and after the "
                          "passes")
-    command.set_defaults(run=_explain)
 
-    for name, purpose in PLANNED.items():
-        command = commands.add_parser(name, help=f"planned: {purpose}")
-        command.add_argument("ignored", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        command.set_defaults(run=_refuse_planned, name=name)
+    command = _command(commands, "fit", _fit, "find the largest batch with which a step fits a "
+                       "number of bytes, without running it")
+    command.add_argument("--memory", metavar="SIZE", required=True, help="bytes of peak, as 6GiB")
+    command.add_argument("--multiple-of", metavar="N", type=int, default=1,
+                         help="try multiples of N only")
+
+    command = _command(commands, "bench", _bench, "compare bytes and seconds of a step in eager, "
+                       "under torch.compile and under memopt, each in a process of its own")
+    command.add_argument("--measure", choices=TITLES, help=argparse.SUPPRESS)  # one such process
     return parser
+
+
+def _command(commands: Any, name: str, run: Callable, purpose: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+    command.add_argument("target", metavar="script.py:function", help=TARGET)
+    command.add_argument("-o", "--option", metavar="NAME=VALUE", action="append", default=[],
+                         type=_option, help="a field of memopt.Options, such as memory_budget=6GiB "
+                         "or lowering=eager; may be given several times")
+    command.set_defaults(run=run)
+    return command
 
 
 def _explain(parsed: argparse.Namespace) -> int:
@@ -72,10 +87,26 @@ def _explain(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_planned(parsed: argparse.Namespace) -> int:
-    raise OptionError(f"{parsed.name} is planned and not in this version: {PLANNED[parsed.name]}",
-                      where=f"python -m memopt_compile {parsed.name}",
-                      do="use explain, or memopt.measure from Python")
+def _fit(parsed: argparse.Namespace) -> int:
+    step, args = _load(parsed.target)
+    print(fit(step, args, parsed.memory, multiple_of=parsed.multiple_of,
+              progress=partial(print, file=sys.stderr, flush=True), **dict(parsed.option)))
+    return 0
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    Options.from_dict(dict(parsed.option))
+    if parsed.measure is None:
+        options = [part for name, value in parsed.option for part in ("-o", f"{name}={value}")]
+        compare([sys.executable, "-m", "memopt_compile", "bench", parsed.target, *options])
+        return 0
+    step, args = _load(parsed.target)
+    if parsed.measure == "inductor":
+        step = torch.compile(step)
+    elif parsed.measure == "memopt":
+        step = torch.compile(step, backend="memopt", options=dict(parsed.option))
+    answer(step, args, parsed.measure)
+    return 0
 
 
 def _option(text: str) -> tuple[str, Any]:

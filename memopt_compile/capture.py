@@ -283,6 +283,7 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
 
 _FORMS: dict[Any, Callable] = {}
 FOLD = ("memopt_compile.optim.adam", "fold")
+CLIPPED = ("memopt_compile.optim.base", "clipped")
 MICRO_BATCHES = ("memopt_compile.api", "micro_batches")
 
 
@@ -306,7 +307,12 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         kwargs = {**kwargs, "foreach": loop, "fused": loop}
     if _notes.folds and _notes.backwards > 1:
         if (self.fn.__module__, self.fn.__name__) == FOLD:
-            return original(compat.UserMethodVariable(folding.moments, self.obj), tx, args, kwargs)
+            bound = hasattr(self, "obj")  # by super() it is a function, and the object an argument
+            form = (compat.UserMethodVariable(folding.moments, self.obj) if bound
+                    else compat.UserFunctionVariable(folding.moments))
+            return original(form, tx, args, kwargs)
+        if (self.fn.__module__, self.fn.__name__) == CLIPPED:
+            form = folding.clipped
         form = folding.adam if compat.single_tensor_adam in (form, self.fn) else form
     asked = kwargs.get("capturable")
     if form in optimizer_capture.CAPTURABLE and asked is not None:

@@ -90,6 +90,11 @@ def whole_interpolation() -> Iterator[None]:
         yield
 
 
+def let_batch_vary(tensor: torch.Tensor) -> None:
+    """Have the first dimension traced as a symbol, unless the code wants it to be a number."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def real_tensors() -> Any:
     """A scope in which tensors are real although torch is tracing with fake ones."""
     from torch.utils._python_dispatch import _disable_current_modes

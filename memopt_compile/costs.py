@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, no_workspace
 from .measure import measure
-from .step_graph import OPERATOR, StepGraph
+from .step_graph import COLLECTIVES, OPERATOR, StepGraph
 
 # What Inductor leaves to PyTorch's own kernels, by the start of the operator's name: only these
 # hold workspace there. The rest becomes loops of its own.
@@ -40,12 +40,18 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     if any(t.device.type != "cpu" for t in tensors):
         return no_workspace
 
+    seen: dict[fx.Node, tuple[list[Any], int]] = {}  # what a call was, and what it held
+
     def held(node: fx.Node) -> int:
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
-        return workspace_bytes(node.target, args, kwargs)
+        call = [node.target, node.args, node.kwargs,
+                *(n.meta.get("val") for n in node.all_input_nodes)]
+        if node not in seen or any(a is not b for a, b in zip(call, seen[node][0])):
+            args, kwargs = pytree.tree_map_only(
+                fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
+            seen[node] = call, workspace_bytes(node.target, args, kwargs)
+        return seen[node][1]
 
     return held
 
@@ -60,8 +66,8 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
 
     Tensors among the arguments may be fake: only their shapes, strides and dtypes count.
     """
-    if not isinstance(target, OPERATOR):
-        return 0
+    if not isinstance(target, OPERATOR) or target.namespace == COLLECTIVES:
+        return 0  # a collective run here would wait for other ranks, and be taken for one of a step
     aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
     if aliases and not any(a.is_write for a in aliases):  # views
         return 0

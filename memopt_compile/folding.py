@@ -2,7 +2,7 @@
 
 With ``accumulate="optimizer_states"`` and several micro-batches a step, the update of Adam and
 AdamW is traced in the form of `adam`, in which ``memopt::fold`` stands where the accumulated
-gradient enters a moment. `passes.accumulate_in_states` puts there what the option asks for.
+gradient enters a moment, and ``memopt::clip`` where `max_norm` clips it. `passes.accumulate_in_states` puts there what the option asks for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ def fold(state: Tensor, gradient: Tensor, decay: Tensor, power: int) -> Tensor:
     return decay * state + (1 - decay) * gradient**power
 
 
+@torch.library.custom_op("memopt::clip", mutates_args=())
+def clip(gradient: Tensor, limit: Tensor) -> Tensor:
+    """The gradient of a mini-batch with a norm of at most `limit`, 0-dim."""
+    return gradient * (limit / torch.linalg.vector_norm(gradient)).clamp(max=1.0)
+
+
 fold.register_fake(lambda state, gradient, decay, power: torch.empty_like(state))
+clip.register_fake(lambda gradient, limit: torch.empty_like(gradient))
 
 
 def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
@@ -79,6 +86,11 @@ def moments(self: Adam, grad: Tensor, state: dict, group: dict, first: bool) -> 
     """`memopt.optim.Adam.fold` with both moments folded."""
     for name, beta, power in zip(("exp_avg", "exp_avg_sq"), group["betas"], (1, 2)):
         state[name].copy_(torch.ops.memopt.fold(state[name], grad, _number(beta), power))
+
+
+def clipped(grad: Tensor, limit: Any) -> Tensor:
+    """`memopt.optim.base.clipped`, to be done to the gradient of each micro-batch."""
+    return torch.ops.memopt.clip(grad, _number(limit))
 
 
 def _number(beta: Any) -> Tensor:

@@ -7,8 +7,10 @@ the peak is the maximum of polynomials; those that another is never below are le
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import sympy
 
 from .compat_trace import hinted
@@ -29,16 +31,27 @@ def peak_formula(step: StepGraph) -> sympy.Expr:
     Workspace of library operators is not in it: that is measured for one size, not derived.
     """
     life = lifetimes(step.graph, expression)
-    points = {sympy.expand(p) for p in live_bytes(step.computing(), life)}
-    highest = [p for p in points if not any(_never_below(q, p) for q in points if q != p)]
-    peak = sympy.Max(*highest) if highest else sympy.Integer(0)
+    points = live_bytes(step.computing(), life)
+    peak = sympy.Max(*_highest({sympy.expand(p) for p in points} or {sympy.Integer(0)}))
     return sum(nbytes(p.meta.get("val"), expression) for p in step.placeholders) + peak
 
 
-def _never_below(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether a ≥ b for all positive sizes, by the signs of the coefficients of a - b."""
-    terms = sympy.Add.make_args(sympy.expand(a - b))
-    return all(term.as_coeff_Mul()[0] >= 0 for term in terms)
+def _highest(points: set[sympy.Expr]) -> list[sympy.Expr]:
+    """Those of `points` that no other is never below.
+
+    For positive sizes a ≥ b wherever no coefficient of a is below that of b.
+    """
+    sums = [(point, point.as_coefficients_dict()) for point in points]
+    terms = {term: i for i, term in enumerate({t for _, terms in sums for t in terms})}
+    rows = np.zeros((len(sums), len(terms)))
+    for row, (_, coefficients) in zip(rows, sums):
+        for term, coefficient in coefficients.items():
+            row[terms[term]] = coefficient
+    highest: list[int] = []
+    for i in np.argsort(-rows.sum(1), kind="stable"):  # none is below a later one of another sum
+        if not (rows[highest] >= rows[i]).all(1).any():
+            highest.append(i)
+    return [sums[i][0] for i in highest]
 
 
 def symbols(step: StepGraph) -> dict[sympy.Symbol, int]:
@@ -52,21 +65,20 @@ def symbols(step: StepGraph) -> dict[sympy.Symbol, int]:
     return found
 
 
-def largest(step: StepGraph, limit_bytes: int, symbol: sympy.Symbol | None = None) -> int:
-    """The largest value of `symbol` (the batch, say) with which the peak fits `limit_bytes`.
+def largest(peak: sympy.Expr, sizes: Mapping[sympy.Symbol, int], limit_bytes: int,
+            symbol: sympy.Symbol | None = None) -> int:
+    """The largest value of `symbol` (the batch, say) with which `peak` fits `limit_bytes`.
 
-    Other symbols keep the values that the step was captured for; `symbol` may be left out if
-    there is only one.
+    Other symbols keep the values of `sizes`; `symbol` may be left out if there is only one.
 
     Raises:
-        OptionError: the step has no such symbol, or does not fit even at 1.
+        OptionError: there is no such symbol, or nothing fits even at 1.
     """
-    known = symbols(step)
-    symbol = next(iter(known), None) if symbol is None and len(known) == 1 else symbol
-    if symbol not in known:
-        raise OptionError(f"the step has the dynamic sizes {sorted(map(str, known)) or 'none'}",
+    symbol = next(iter(sizes), None) if symbol is None and len(sizes) == 1 else symbol
+    if symbol not in sizes:
+        raise OptionError(f"the step has the dynamic sizes {sorted(map(str, sizes)) or 'none'}",
                           where="largest", do="capture it with dynamic shapes and name one of them")
-    peak = peak_formula(step).subs({s: v for s, v in known.items() if s != symbol})
+    peak = peak.subs({s: v for s, v in sizes.items() if s != symbol})
 
     def fits(value: int) -> bool:
         return peak.subs(symbol, value) <= limit_bytes

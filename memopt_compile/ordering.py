@@ -5,7 +5,9 @@ Safe orders are those in which
 1. operands come before their users,
 2. a write comes after every earlier touch of its storage through any alias, and before every
    later one,
-3. random operators keep their order, so that each draws the numbers it drew before.
+3. random operators keep their order, so that each draws the numbers it drew before;
+4. collectives keep their order, so that every rank makes the same calls one after another,
+   whatever else its graph holds (a smaller last batch gives a rank another peak).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import fx
 
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
-from .step_graph import OPERATOR, StepGraph, mutated_args, storage_roots
+from .step_graph import COLLECTIVES, OPERATOR, WAIT, StepGraph, mutated_args, storage_roots
 
 
 def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
@@ -25,6 +27,7 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
     roots = storage_roots(step.graph)
     touched: dict[fx.Node, list[fx.Node]] = {}
     drew: fx.Node | None = None
+    called: fx.Node | None = None
     for node in step.computing():
         needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
         for root in {r for argument in mutated_args(node) for r in roots[argument]}:
@@ -34,6 +37,9 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
         if is_random(node):
             needs += [drew] if drew else []  # rule 3
             drew = node
+        if is_collective(node):
+            needs += [called] if called else []  # rule 4
+            called = node
         before[node] = [n for n in dict.fromkeys(needs) if n is not node]
     return before
 
@@ -41,6 +47,12 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
 def is_random(node: fx.Node) -> bool:
     return (isinstance(node.target, OPERATOR)
             and torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
+    return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
+            and str(node.target) != WAIT)
 
 
 def weight(order: list[fx.Node], life: Lifetimes,

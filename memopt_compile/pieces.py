@@ -19,6 +19,7 @@ Rules:
 5. A step with symbolic sizes, Python numbers inside, operators that hold subgraphs, or writes
    into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
    tensors that stay what they are.
+6. Collectives and their readers are in one piece: a result on its way is not handed over.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from .ordering import is_collective
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 
 SHORTEST = 12  # operators: below that a call costs more than compiling it twice
@@ -190,7 +192,10 @@ def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
     def crossing(span: int) -> np.ndarray:
         return _crossing(len(nodes), reads, sizes, span)
 
-    return sorted(set(_cuts(labels, crossing, 0, len(nodes))) - {0, len(nodes)})
+    # No cut from the first collective to the last reader of one (rule 6).
+    whole = [i for i, n in enumerate(nodes) if any(map(is_collective, (n, *sources(n))))]
+    uncut = range(whole[0] + 1, whole[-1] + 1) if whole else ()
+    return sorted(set(_cuts(labels, crossing, 0, len(nodes))).difference((0, len(nodes)), uncut))
 
 
 def label(node: fx.Node) -> str:

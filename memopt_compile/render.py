@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from . import timeline as drawing
+from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .options import format_bytes
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
@@ -72,8 +73,8 @@ class Report:
         repeats: equal stretches of the schedule, such as "6 × forward of a layer (43 operators)".
         largest_difference: relative, of the first step from eager; None without `verify`.
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
-
-    With dynamic shapes, bytes are of the sizes that the step was compiled for.
+        formula: with dynamic shapes, the peak bytes of the schedule in its sizes, a sympy
+            expression; `sizes` has what they were. Other bytes are of these sizes.
     """
 
     kind: str
@@ -94,11 +95,14 @@ class Report:
     repeats: tuple[str, ...] = ()
     largest_difference: float | None = None
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+    formula: Any = None
+    sizes: dict[Any, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Compilation, others: Sequence[Compilation] = ()) -> Report:
         """The report of a compilation, in whatever state it is."""
         step, after = record.step, record.after
+        sizes = symbols(step) if step and after else {}
         lines = {"before passes": record.before, "after passes": after}
         return cls(
             kind=record.kind,
@@ -119,6 +123,8 @@ class Report:
             repeats=tuple(map(str, repeats(step))) if step and after else (),
             largest_difference=record.largest_difference,
             timelines={label: _points(each) for label, each in lines.items() if each},
+            formula=peak_formula(step) if sizes else None,
+            sizes=sizes,
         )
 
     @property
@@ -158,6 +164,9 @@ class Report:
     def _summary(self) -> str:
         rows = [("reason", self.reason)] if self.reason else []
         rows.append(("peak", self._peak_line()))
+        if self.sizes:
+            at = ", ".join(f"{symbol} = {size}" for symbol, size in self.sizes.items())
+            rows.append(("formula", f"{self.formula} bytes, here {at}"))
         if self.before_peak_bytes is not None:
             rows.append(("before passes", format_bytes(self.before_peak_bytes)))
         if self.budget_bytes is not None:

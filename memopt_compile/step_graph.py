@@ -24,6 +24,8 @@ from .errors import VerifyError
 
 _OURS = os.path.dirname(__file__) + os.sep
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
+COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
+WAIT = "_c10d_functional.wait_tensor.default"  # .. and of waiting for their results
 
 
 class Role(enum.Enum):
@@ -225,7 +227,9 @@ def source_line(node: fx.Node) -> str | None:
 
 # Views whose schema says that they are not, because autograd may treat them as new tensors.
 UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes",
-                    "aten::unsafe_chunk", "aten::_reshape_alias"}
+                    "aten::unsafe_chunk", "aten::_reshape_alias",
+                    # The result of a collective is not to be touched before it has come.
+                    "_c10d_functional::wait_tensor"}
 
 
 Places = tuple[tuple[int, str], ...]

@@ -5,10 +5,14 @@ already divided by N,
 
     m ← β₁m + (1−β₁) Σ g_i        v ← β₂v + (1−β₂) Σ g_i²
 
-1. ``fold(state, G, β, p)`` where G is a sum of finished gradients g_i becomes
+1. ``fold(state, G, β, p)`` where G is a sum of gradients g_i becomes
    ``state_1 = β·state + (1−β)·g_1ᵖ`` and ``state_i = state_{i−1} + (1−β)·g_iᵖ``.
-2. A gradient that enters the fold in any other way (clipped by the norm of all of them, kept from
-   an earlier call, returned by the step) has to live until the update: that is refused by name.
+2. A g_i is the finished gradient of a backward, or whatever is computed from those of one backward
+   and no other (clipped by itself, say).
+3. ``fold(state, clip(G, c), β, p)`` is rule 1 with ``g_i · min(1, c/‖g_i‖)``.
+4. A gradient that enters the fold in any other way (clipped with those before it, or by the norm of
+   all of them, kept from an earlier call, returned by the step) has to live until the update: that
+   is refused by name.
 
 Before:  g = g1 + g2;           m' = fold(m, g, β, 1); update(m')
 After:   m1 = β·m + (1−β)·g1; m' = m1 + (1−β)·g2;      update(m')
@@ -21,6 +25,7 @@ sum: what the user asked for by ``accumulate="optimizer_states"``, and up to N t
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,11 +34,13 @@ from torch import fx
 
 from memopt_compile import folding  # noqa: F401  (registers the operator)
 from memopt_compile.errors import OptionError
-from memopt_compile.step_graph import Role, StepGraph, mutated_args, op_name, source_line
+from memopt_compile.optim.low_bit import precise
+from memopt_compile.step_graph import Phase, Role, StepGraph, mutated_args, op_name, source_line
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
 FOLD = torch.ops.memopt.fold.default
+CLIP = torch.ops.memopt.clip.default
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,13 @@ class AccumulateInStates(StepPass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        found = [(node, *terms(step, _unsigned(node.args[1]))) for node in _folds(step)]
-        spent = {a for node, _, _ in found for a in node.args[1:3]}.union(
+        backwards = _backwards(step)
+        found = [(node, *terms(step, _bare(node.args[1]), backwards)) for node in _folds(step)]
+        spent = {a for node, _, _ in found for a in (*_wrapped(node.args[1]), node.args[2])}.union(
             *(sums for _, _, sums in found))
+        clipped: dict[Any, fx.Node] = {}
         for node, gradients, _ in found:
-            _expand(step, node, gradients)
+            _expand(step, node, gradients, clipped)
         for node in reversed(step.graph.nodes):
             if node in spent and not node.users and node.op != "placeholder":
                 step.erase(node)
@@ -59,27 +68,53 @@ def _folds(step: StepGraph) -> list[fx.Node]:
     return step.graph.find_nodes(op="call_function", target=FOLD)
 
 
-def _unsigned(total: fx.Node) -> fx.Node:
-    """`total` without the sign that ``maximize=True`` gives it."""
-    return total.args[0] if total.target is aten.neg.default else total
+def _wrapped(total: fx.Node) -> list[fx.Node]:
+    """`total`, and what it is without the sign that ``maximize=True`` and the clip that `max_norm`
+    give it, from the outside in; with the clip its limit."""
+    found = [total]
+    if found[-1].target is aten.neg.default:
+        found.append(found[-1].args[0])
+    if found[-1].target is CLIP:
+        found += reversed(found[-1].args)
+    return found
 
 
-def terms(step: StepGraph, total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The finished gradients whose sum `total` is, in the order of the schedule, and the additions.
+def _bare(total: fx.Node) -> fx.Node:
+    return _wrapped(total)[-1]
+
+
+def _backwards(step: StepGraph) -> dict[fx.Node, frozenset[int]]:
+    """For each node, of which backwards it has finished gradients in it (rule 2)."""
+    finished, found = set(step.gradients), {}
+    count, inside = 0, False
+    for node in step.computing():
+        if step.phase(node) is not Phase.UPDATE:
+            count += not inside and step.phase(node) is Phase.BACKWARD
+            inside = step.phase(node) is Phase.BACKWARD
+        found[node] = frozenset([count]) if node in finished else frozenset().union(
+            *(found.get(a, ()) for a in node.all_input_nodes))
+    return found
+
+
+def terms(step: StepGraph, total: fx.Node, backwards: dict[fx.Node, frozenset[int]],
+          ) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The gradients whose sum `total` is, in the order of the schedule, and the additions.
 
     Raises:
         OptionError: it is more than their sum, or is needed besides.
     """
-    finished = {gradient: i for i, gradient in enumerate(step.gradients)}
+    finished = set(step.gradients)
     found, sums, stack = [], [], [total]
     while stack:
         node = stack.pop()
         if node in finished:
             found.append(node)
         elif node.target is aten.add.Tensor and not node.kwargs and all(
-                isinstance(a, fx.Node) for a in node.args):
+                isinstance(a, fx.Node) and backwards.get(a) for a in node.args):
             sums.append(node)
             stack += node.args
+        elif len(backwards.get(node, ())) == 1:
+            found.append(node)
         else:
             raise _whole(step, node)
     for node in sums:
@@ -87,9 +122,10 @@ def terms(step: StepGraph, total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]
             if user.op == "output" or mutated_args(user):
                 raise _refusal("the step leaves its gradients in .grad", node,
                                "call opt.zero_grad() behind opt.step()")
-            if user not in sums and user.target is not FOLD and _unsigned(user) is user:
+            if user not in sums and user.target is not FOLD and _bare(user) is user:
                 raise _whole(step, user)
-    return sorted(found, key=finished.__getitem__), sums
+    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    return sorted(found, key=place.__getitem__), sums
 
 
 def _whole(step: StepGraph, node: fx.Node) -> OptionError:
@@ -97,9 +133,11 @@ def _whole(step: StepGraph, node: fx.Node) -> OptionError:
     if step.roles().get(node) is Role.GRADIENT:
         return _refusal("the step begins with gradients of an earlier call", node,
                         "call opt.zero_grad() behind opt.step()")
-    return _refusal(f"the gradients of all micro-batches are used together, by {op_name(node)}", node,
-                    "clip, unscale or change gradients per micro-batch before backward() adds them "
-                    "up, or leave accumulate='gradients'")
+    maker = node.args[0] if node.target is operator.getitem else node
+    return _refusal(f"the gradients of several micro-batches are used together, by {op_name(maker)}",
+                    node, "to clip, use memopt.optim.AdamW(.., max_norm=..), which clips each "
+                    "parameter's gradient of each micro-batch; make other changes to the gradients of "
+                    "one backward() before they are added up; or leave accumulate='gradients'")
 
 
 def _refusal(what: str, node: fx.Node, do: str) -> OptionError:
@@ -107,16 +145,19 @@ def _refusal(what: str, node: fx.Node, do: str) -> OptionError:
                        where=source_line(node) or "accumulate='optimizer_states'", do=do)
 
 
-def _expand(step: StepGraph, node: fx.Node, gradients: list[fx.Node]) -> None:
-    """Rule 1."""
+def _expand(step: StepGraph, node: fx.Node, gradients: list[fx.Node],
+            clipped: dict[Any, fx.Node]) -> None:
+    """Rules 1 and 3; `clipped` has what other folds of this step have clipped."""
     state, total, decay, power = node.args
-    enter = aten.sub.Tensor if power == 1 and _unsigned(total) is not total else aten.add.Tensor
+    minus = power == 1 and total.target is aten.neg.default
+    enter = aten.sub.Tensor if minus else aten.add.Tensor
+    clips = [n for n in _wrapped(total) if n.target is CLIP]
 
-    def emit(target: Any, *args: Any) -> fx.Node:
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with step.graph.inserting_before(node):
-            made = step.graph.call_function(target, args)
+            made = step.graph.call_function(target, args, kwargs)
         made.meta = {**node.meta, "val": target(
-            *(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))}
+            *(a.meta["val"] if isinstance(a, fx.Node) else a for a in args), **kwargs)}
         step.phases[made] = step.phase(node)
         return made
 
@@ -126,6 +167,16 @@ def _expand(step: StepGraph, node: fx.Node, gradients: list[fx.Node]) -> None:
         rest = emit(aten.rsub.Scalar, decay, 1)
     value = emit(aten.mul.Tensor, state, decay)
     for gradient in gradients:
+        for of in clips:
+            if (gradient, of) not in clipped:
+                # Taken apart, as Inductor wants it: tracing is over.
+                dtype, wide = precise(gradient.meta["val"]), gradient
+                if gradient.meta["val"].dtype != dtype:
+                    wide = emit(aten._to_copy.default, gradient, dtype=dtype)
+                norm = emit(aten.sqrt.default, emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide)))
+                share = emit(aten.clamp_max.default, emit(aten.div.Tensor, of.args[1], norm), 1.0)
+                clipped[gradient, of] = emit(aten.mul.Tensor, gradient, share)
+            gradient = clipped[gradient, of]
         term = emit(aten.mul.Tensor, gradient, gradient) if power == 2 else gradient
         value = emit(enter, value, emit(aten.mul.Tensor, term, rest))
     step.replace(node, value)

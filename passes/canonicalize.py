@@ -6,7 +6,8 @@ shares. The rules, cited in the code:
 1. A node that nobody reads goes, unless it writes, draws random numbers or checks something.
 2. Views that do not say so become views that do: ``_unsafe_view`` a ``view``, the items of
    ``split`` ``slice``, those of ``unbind`` ``select``. Who shares storage is then in the graph.
-3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``).
+3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``;
+   not the result of a collective that is waited for).
 4. A copy (``clone``, ``_to_copy`` or functional ``copy``) with the geometry of its source is its
    source, if both can share a storage: see `_Storages.may_share`.
 5. Any other functional ``copy`` becomes a ``clone`` or ``_to_copy`` of its source, or the source
@@ -170,7 +171,7 @@ def _simplify(step: StepGraph) -> None:
 def _viewed(node: fx.Node, storages: _Storages) -> fx.Node | None:
     """Rule 3: the earliest value that `node` is an equal view of."""
     found, at = None, node
-    while not mutated_args(at) and len(shared := aliased_args(at)) == 1:
+    while not mutated_args(at) and not at.is_impure() and len(shared := aliased_args(at)) == 1:
         at = shared[0]
         # An object that the caller holds twice differs from two that share a storage.
         clash = node in storages.returned and (at.op == "placeholder" or at in storages.returned)

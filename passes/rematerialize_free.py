@@ -34,6 +34,7 @@ from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import weight
 from memopt_compile.step_graph import (
     OPERATOR,
+    WAIT,
     Phase,
     StepGraph,
     aliased_args,
@@ -79,7 +80,7 @@ def fuses(node: fx.Node) -> bool:
     """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
     if not isinstance(node.target, OPERATOR) or mutated_args(node):
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if torch.Tag.nondeterministic_seeded in node.target.tags or str(node.target) == WAIT:
         return False
     return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
             or bool(aliased_args(node)))

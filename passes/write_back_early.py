@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.ordering import is_random
+from memopt_compile.ordering import is_collective, is_random
 from memopt_compile.step_graph import Phase, Role, StepGraph, storage_roots
 from memopt_compile.step_pass import StepPass
 
@@ -112,7 +112,8 @@ def _can_replace(step: StepGraph, value: fx.Node, write: fx.Node,
     (owner,) = roots[state]
     views = [n for n in needs if owner in roots[n]]
     readers = {u for n in [state, *views] for u in n.users}
-    return (readers <= needs | {write} and not any(map(is_random, needs))
+    return (readers <= needs | {write}
+            and not any(is_random(n) or is_collective(n) for n in needs)
             and not any(u.op == "output" for u in value.users))
 
 

@@ -59,12 +59,28 @@ def test_explain_prints_and_writes(script, tmp_path, capsys):
         (["explain", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
         (["explain", "{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1000"], "E301"),
         (["explain", "{script}:make", "-o", "lowering=eager", "--svg", "/no/such/x.svg"], "--svg"),
-        (["bench", "anything", "--at=all"], "planned"),
+        (["fit", "{script}:make", "-o", "lowering=eager", "--memory", "1000B"], "still needs"),
+        (["fit", "{script}:make", "--memory", "6"], "the unit is missing"),
+        (["bench", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
     ],
 )
 def test_refusals_say_what_to_do(script, capsys, arguments, problem):
     assert main([each.format(script=script) for each in arguments]) == 1
     assert problem in capsys.readouterr().err
+
+
+def test_fit(script, capsys):
+    assert main(["fit", f"{script}:make", "-o", "lowering=eager", "--memory", "64KiB",
+                 "--multiple-of", "8"]) == 0
+    printed = capsys.readouterr()
+    assert "fits 64.00 KiB" in printed.out and "batch " in printed.err
+
+
+def test_bench(script):
+    command = [sys.executable, "-m", "memopt_compile", "bench", f"{script}:make",
+               "-o", "lowering=eager"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "predicted MiB" in table and "+0.00%" in table
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["explain", "x", "-o", "y"]])

@@ -11,6 +11,7 @@ import memopt_compile as memopt
 from memopt_compile import driver, records
 from memopt_compile.formulas import largest, peak_formula, symbols
 from memopt_compile.liveness import timeline
+from memopt_compile.report import Report
 
 
 def captured(batch: int, dynamic: bool):
@@ -31,31 +32,37 @@ def captured(batch: int, dynamic: bool):
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(y, 0)
     torch.compile(step, backend=driver.backend, options={"lowering": "eager"})(x, y)
-    return records.compilations(step.__code__)[-1].step
+    return records.compilations(step.__code__)[-1]
 
 
 def test_formula_equals_static_plans():
-    step = captured(7, dynamic=True)
+    step = captured(7, dynamic=True).step
     (symbol,) = symbols(step)
     formula = peak_formula(step)
     assert formula.free_symbols == {symbol}
     for batch in (33, 400, 4000):
-        static = timeline(captured(batch, dynamic=False)).peak_bytes
+        static = timeline(captured(batch, dynamic=False).step).peak_bytes
         assert int(formula.subs(symbol, batch)) == pytest.approx(static, rel=0.01)
 
 
 def test_without_symbols_it_is_a_number():
-    step = captured(8, dynamic=False)
+    step = captured(8, dynamic=False).step
     assert peak_formula(step) == timeline(step).peak_bytes
     with pytest.raises(memopt.OptionError, match="none"):
-        largest(step, 10**6)
+        largest(peak_formula(step), symbols(step), 10**6)
+
+
+def test_the_report_has_it():
+    record = captured(7, dynamic=True)
+    report = Report.of(record)
+    assert report.sizes == symbols(record.step) and f"{report.formula} bytes, here" in str(report)
 
 
 def test_largest_batch():
-    step = captured(7, dynamic=True)
+    step = captured(7, dynamic=True).step
     (symbol,) = symbols(step)
     formula = peak_formula(step)
-    batch = largest(step, 200_000)
+    batch = largest(formula, symbols(step), 200_000)
     assert formula.subs(symbol, batch) <= 200_000 < formula.subs(symbol, batch + 1)
     with pytest.raises(memopt.OptionError, match="still needs"):
-        largest(step, 100)
+        largest(formula, symbols(step), 100)

@@ -33,7 +33,7 @@ Options = Mapping[str, Any]
 
 # How torch's classes can be told to run their update. Here it is always one tensor at a time.
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-COMMON = {"maximize": False, "skip_nonfinite": False, "state_bits": 32,
+COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32,
           "rounding_seed": 0, **FLAGS}
 INSTEAD = {
     "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
@@ -51,6 +51,8 @@ class Optimizer(torch.optim.Optimizer):
         options: settings that all have.
             maximize: ascend instead of descend.
             skip_nonfinite: a parameter whose gradient holds NaN or Inf keeps value and state.
+            max_norm: the largest Euclidean norm of one parameter's gradient; a longer one is
+                scaled to it in place, as by `torch.nn.utils.clip_grad_norm_`. None: any.
             state_bits: 32, 16, 8 or 4, for each element of a moment of the parameter's shape that
                 has 4096 elements or more; 32 is the parameter's own type. 16 is bfloat16 rounded
                 at random, for the moments that may be negative. Fixed for a parameter once it
@@ -104,6 +106,8 @@ class Optimizer(torch.optim.Optimizer):
         if not 0 <= group["rounding_seed"] < 2**32:
             raise self.error(f"rounding_seed is {group['rounding_seed']}",
                              "choose an integer from 0 to 2**32 - 1")
+        if group["max_norm"] is not None and not group["max_norm"] > 0:
+            raise self.error(f"max_norm is {group['max_norm']}", "choose a norm above 0, or None")
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise self.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
@@ -191,10 +195,14 @@ class Optimizer(torch.optim.Optimizer):
             return value.as_strided((), ())
         return value
 
+    def block(self, p: Tensor, group: Options) -> int:
+        """Of how many elements the slabs of `p` are whole multiples."""
+        blocks = [form.block for form in self.formats(p, group).values()]
+        return max(blocks, default=1)
+
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
-        blocks = [form.block for form in self.formats(p, group).values()]
-        return slabs(p.shape, max(blocks, default=1))
+        return slabs(p.shape, self.block(p, group))
 
     # ------------------------------------------------------------------ the step
 
@@ -248,6 +256,8 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         if "step" in state:
             state["step"].add_(1)
+        if group["max_norm"] is not None:
+            grad = clipped(grad, group["max_norm"])
         if self.elementwise:
             p, grad = self.in_line(p, group), self.in_line(grad, group)
             self.in_slabs(p, state, group, lambda slab, part: self.update(
@@ -321,3 +331,9 @@ def finite(grad: Tensor) -> Tensor:
     if not grad.numel():
         return torch.tensor(True)
     return torch.linalg.vector_norm(grad, float("inf")).isfinite()
+
+
+def clipped(grad: Tensor, limit: Any) -> Tensor:
+    """g · min(1, limit/‖g‖), in place; a gradient of zeros stays as it is."""
+    norm = torch.linalg.vector_norm(grad, dtype=precise(grad))
+    return grad.mul_((limit / norm).clamp(max=1.0))

@@ -26,13 +26,18 @@ class Slab(NamedTuple):
 
 
 def slabs(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
-    """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one.
+    """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one."""
+    return [None] if torch.compiler.is_compiling() else sliced(shape, block)
+
+
+def sliced(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
+    """The same, traced or not.
 
     With blocks of more than one element, counted in row-major order, they are along the first
     dimension, and whole blocks but for the last.
     """
     count = math.prod(shape)
-    if torch.compiler.is_compiling() or count <= ELEMENTS:
+    if count <= ELEMENTS:
         return [None]
     dim = 0 if block > 1 else max(range(len(shape)), key=lambda d: shape[d])
     step = block // math.gcd(block, count // shape[dim])

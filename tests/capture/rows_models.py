@@ -37,9 +37,7 @@ def tied_weights() -> Loop:
 
 @row
 def batch_norm() -> Loop:
-    model = mlp(nn.BatchNorm1d(WIDTH))
-    model[0].bias = None  # its gradient would be rounding alone, and Adam divides it by itself
-    return plain(model)
+    return plain(nn.Sequential(nn.BatchNorm1d(WIDTH), mlp()))
 
 
 @row

@@ -17,8 +17,9 @@ from memopt_compile.optim import AdamA, AdamW
 
 
 def algorithm_2(ps, gradients, lr=0.02, betas=(0.9, 0.999), eps=1e-8, decay=0.0, scale=1.0,
-                amsgrad=False, sign=1):
-    """The paper's, over a list of mini-batches of lists of micro-batches."""
+                amsgrad=False, sign=1, n=1):
+    """The paper's, over a list of mini-batches of lists of micro-batches; v estimates Adam's if
+    `n` is their number."""
     theta = [p.detach().clone() for p in ps]
     m, v, top = ([torch.zeros_like(t) for t in theta] for _ in range(3))
     for t, batch in enumerate(gradients, 1):
@@ -29,6 +30,7 @@ def algorithm_2(ps, gradients, lr=0.02, betas=(0.9, 0.999), eps=1e-8, decay=0.0,
                 m[i] = m[i] + (1 - betas[0]) * sign * g
                 v[i] = v[i] + scale * (1 - betas[1]) * g * g
         for i in range(len(theta)):
+            v[i] = v[i] + (1 - betas[1]) * (1 - 1 / n) * (m[i] / (1 - betas[0] ** t)) ** 2
             top[i] = torch.maximum(top[i], v[i])
             root = ((top if amsgrad else v)[i] / (1 - betas[1] ** t)).sqrt() + eps
             theta[i] = theta[i] * (1 - lr * decay) - lr * m[i] / (1 - betas[0] ** t) / root
@@ -42,15 +44,15 @@ def mini_batches(ps, n, count=4):
 
 
 @given(n=st.integers(1, 5), scale=st.floats(1, 5), decay=st.floats(0, 1), amsgrad=st.booleans(),
-       maximize=st.booleans(), last=st.booleans(),
+       maximize=st.booleans(), last=st.booleans(), told=st.booleans(),
        betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.9999)))
-def test_is_algorithm_2(n, scale, decay, amsgrad, maximize, last, betas):
+def test_is_algorithm_2(n, scale, decay, amsgrad, maximize, last, told, betas):
     ps = parameters([(3, 2), (4,), ()])
     gradients = mini_batches(ps, n)
     opt = AdamA(ps, lr=0.02, betas=betas, weight_decay=decay, amsgrad=amsgrad, v_scale=scale,
-                maximize=maximize)
+                maximize=maximize, micro_batches=n if told else 1)
     expected = algorithm_2(ps, gradients, betas=betas, decay=decay, scale=scale, amsgrad=amsgrad,
-                           sign=-1 if maximize else 1)
+                           sign=-1 if maximize else 1, n=n if told else 1)
     for batch in gradients:
         for i, micro in enumerate(batch):
             for p, g in zip(ps, micro):
@@ -76,6 +78,20 @@ def test_one_micro_batch_is_adam_bit_for_bit(accumulate):
         a.step()
         b.step()
     assert difference(ours, theirs) == 0 == difference(states(a), states(b))
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_told_of_its_micro_batches_it_is_adam_where_gradients_agree(n):
+    ours, theirs = parameters(), parameters()
+    a, b = AdamA(ours, micro_batches=n), AdamW(theirs, weight_decay=0)
+    for _ in range(6):
+        give_gradients(theirs, 3)
+        b.step()
+        for _ in range(n):
+            give_gradients(ours, 3, scale=1 / n)
+            a.accumulate()
+        a.step()
+    assert difference(ours, theirs) <= 1e-12 >= difference(states(a), states(b))
 
 
 def test_equal_micro_batches_with_full_scale_are_adam():
@@ -219,7 +235,7 @@ def test_skips_a_micro_batch_that_is_not_finite():
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"betas": (0.9, 1.0)}, "betas are"),
+    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"micro_batches": 0}, "micro_batches is 0"), ({"betas": (0.9, 1.0)}, "betas are"),
     ({"fused": True}, "fused=True")])
 def test_refuses(bad, message):
     with pytest.raises(OptimizerError, match=message):

@@ -72,7 +72,7 @@ def test_every_optimizer(make):
 
 
 def test_accumulation_over_micro_batches():
-    in_one_graph(lambda: accumulating(v_scale=2.0, amsgrad=True, weight_decay=0.1))
+    in_one_graph(lambda: accumulating(v_scale=2.0, micro_batches=3, amsgrad=True, weight_decay=0.1))
 
 
 def test_tensor_rate():

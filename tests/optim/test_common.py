@@ -65,6 +65,34 @@ def test_groups_have_their_own_settings(make):
 
 
 @every
+def test_max_norm_clips_each_parameter(make):
+    clipped, plain = parameters(), parameters()
+    a, b = make(clipped), make(plain)
+    a.param_groups[0]["max_norm"] = 1.5
+    for i in range(4):
+        give_gradients(clipped, i)
+        give_gradients(plain, i)
+        for p in plain:
+            p.grad *= min(1.0, 1.5 / float(p.grad.norm()))
+        a.step()
+        b.step()
+    assert difference(clipped, plain) <= 1e-12
+
+
+def test_max_norm_is_safe_at_the_ends():
+    """Zeros have no direction; the norm of 16 bits may be beyond their range."""
+    ps = parameters([(3,), (2, 400)], torch.float16)
+    opt = optim.SGD(ps, lr=1.0, max_norm=1.0)
+    before = [p.detach().clone() for p in ps]
+    ps[0].grad, ps[1].grad = torch.zeros_like(ps[0]), torch.full_like(ps[1], 60000.0)
+    opt.step()
+    assert torch.equal(ps[0], before[0])
+    assert float((before[1].float() - ps[1].detach().float()).norm()) == pytest.approx(1, rel=0.02)
+    with pytest.raises(OptimizerError, match="max_norm is 0"):
+        optim.SGD(ps, max_norm=0.0)
+
+
+@every
 def test_group_added_later(make):
     ps = parameters()
     opt = make(ps[:2])

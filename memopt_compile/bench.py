@@ -9,22 +9,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-from common import has_compiler
 from tabulate import tabulate
+
+from .backends.inductor import compiler_available
+from .errors import MemoptError
+from .measure import measure
+from .report import report
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 ROUNDS, CALLS = 3, 5
 HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "first call s")
 
 
-def measure(step: Callable, batch: tuple, resident: Any, backend: str) -> None:
-    """Print a JSON line of bytes, then for every line on stdin one of seconds of some calls."""
-    import memopt_compile as memopt
+def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = None) -> None:
+    """Print a JSON line of bytes, then for every line on stdin one of seconds of some calls.
 
+    `step` is compiled for `backend`; `resident` is what it trains, as `memopt.measure` takes it.
+    """
     def timed() -> float:
         start = time.perf_counter()
         step(*batch)
@@ -32,28 +37,28 @@ def measure(step: Callable, batch: tuple, resident: Any, backend: str) -> None:
 
     found: dict[str, float] = {"first": timed()}
     timed()  # The optimizer's state is there by now and nothing compiles any more.
-    found["peak"] = memopt.measure(step, *batch, resident=(resident, batch)).peak_bytes
+    found["peak"] = measure(step, *batch, resident=resident).peak_bytes
     if backend == "memopt":
-        found["predicted"] = memopt.report(step).predicted_peak_bytes
+        found["predicted"] = report(step).predicted_peak_bytes or 0
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
         print(json.dumps([timed() for _ in range(CALLS)]), flush=True)
 
 
-def compare() -> None:
-    """Run this script again for each backend and print one table.
+def compare(command: Sequence[str]) -> None:
+    """Run `command --measure NAME`, which calls `answer`, for each backend, and print one table.
 
     Each process has a compilation cache of its own, so that none finds what another compiled.
     The timed rounds take turns, so that all see the same machine.
     """
-    names = [name for name in TITLES if name != "inductor" or has_compiler()]
+    names = [name for name in TITLES if name != "inductor" or compiler_available()]
     with ExitStack() as stack:
         workers = {}
         found, times = {}, {name: [] for name in names}
         for name in names:
             print(f"measuring {TITLES[name]} ...", flush=True)
             cache = stack.enter_context(tempfile.TemporaryDirectory())
-            workers[name] = stack.enter_context(_Worker(name, cache))
+            workers[name] = stack.enter_context(_Worker([*command, "--measure", name], cache))
             found[name] = workers[name].answer()
         for _ in range(ROUNDS):
             for name in names:
@@ -70,13 +75,12 @@ def compare() -> None:
 
 
 class _Worker:
-    """This script in another process, answering with JSON lines."""
+    """A command in another process, answering with JSON lines."""
 
-    def __init__(self, name: str, cache: str) -> None:
-        self.name = name
+    def __init__(self, command: list[str], cache: str) -> None:
+        self.command = command
         self.process = subprocess.Popen(
-            [sys.executable, *sys.argv, "--measure", name], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache})
 
     def ask(self) -> Any:
@@ -90,7 +94,8 @@ class _Worker:
         for line in self.process.stdout:
             if line.startswith(("{", "[")):  # Else a note for people.
                 return json.loads(line)
-        raise SystemExit(f"measuring {self.name} ended with status {self.process.wait()}")
+        raise MemoptError(f"a measurement ended with status {self.process.wait()}",
+                          where=" ".join(self.command), do="run that command to see why")
 
     def __enter__(self) -> Self:
         return self
