@@ -296,7 +296,10 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any) -> Call
     """`torch.compile`'s own way, for graphs without a backward of their own."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs)
+    from .compat_inductor import computed_again
+
+    with computed_again(gm.graph):
+        return compile_fx(gm, example_inputs)
 
 
 def min_cut_partition(*args: Any, **kwargs: Any) -> Any:

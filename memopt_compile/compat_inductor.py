@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
-__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "decompositions", "dry_call",
+__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again", "decompositions", "dry_call",
            "has_cpp_compiler", "has_triton", "joint_graph_passes", "kernels_in_background",
            "settings", "warm_up"]
 
@@ -121,13 +121,51 @@ def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
+    _copy_in_line(module)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
     # A context of its own: what Inductor notes in it belongs to this graph alone.
-    with tracing(TracingContext(_fake_mode(values))):
+    with tracing(TracingContext(_fake_mode(values))), computed_again(module.graph):
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
+
+
+def _copy_in_line(module: fx.GraphModule) -> None:
+    """Copy into a view of an input in place of copying a view of the result.
+
+    Inductor fuses loops over the same shape: one over the rows of a parameter is not fused with
+    one over the codes of its moments, and what both compute from them is then computed twice.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, source = node.args[:2]
+        if into.op == "placeholder" and not node.users and source.target is aten.view.default:
+            whole = source.args[0]
+            if into.meta["val"].is_contiguous() and whole.meta["val"].dim() == 1:
+                with module.graph.inserting_before(node):
+                    line = module.graph.call_function(aten.view.default, (into, [-1]))
+                line.meta["val"] = whole.meta["val"].new_empty(whole.meta["val"].shape)
+                node.args = (line, whole)
+    module.recompile()
+
+
+def computed_again(graph: fx.Graph) -> contextlib.AbstractContextManager:
+    """For a graph that makes bytes of numbers: Inductor stores nothing between, however long it is.
+
+    To decode and encode a moment of 8 bits takes more operators than it computes twice. Three
+    results it would store in float32 for the whole tensor, which is more memory than the
+    states save, and takes longer than to compute them in both loops, over elements and blocks.
+    """
+    def value(node: fx.Node) -> Any:
+        return node.meta.get("val", node.meta.get("example_value"))
+
+    for node in graph.nodes:
+        if getattr(value(node), "dtype", None) == torch.uint8 and any(
+                isinstance(value(a), Tensor) and value(a).is_floating_point()
+                for a in node.all_input_nodes):
+            return config.patch(realize_opcount_threshold=2000, realize_reads_threshold=200)
+    return contextlib.nullcontext()
 
 
 def _spell_out_alpha(module: fx.GraphModule) -> None:

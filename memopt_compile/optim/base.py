@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from ..quantization.formats import FORMATS
+from ..quantization.rounding import Rounded
 from .loading import checked, restore
 from .low_bit import SMALL, Formats, State, compressed, expanded, precise, read, write
 from .slabs import Slab, cut, slabs
@@ -32,7 +33,8 @@ Options = Mapping[str, Any]
 
 # How torch's classes can be told to run their update. Here it is always one tensor at a time.
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32, **FLAGS}
+COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32,
+          "rounding_seed": 0, **FLAGS}
 INSTEAD = {
     "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
     "fused": "leave it out: torch.compile fuses the update",
@@ -51,9 +53,11 @@ class Optimizer(torch.optim.Optimizer):
             skip_nonfinite: a parameter whose gradient holds NaN or Inf keeps value and state.
             max_norm: the largest Euclidean norm of one parameter's gradient; a longer one is
                 scaled to it in place, as by `torch.nn.utils.clip_grad_norm_`. None: any.
-            state_bits: 32, 8 or 4, for each element of a moment of the parameter's shape that
-                has 4096 elements or more; 32 is the parameter's own type. Fixed for a parameter
-                once it has a state.
+            state_bits: 32, 16, 8 or 4, for each element of a moment of the parameter's shape that
+                has 4096 elements or more; 32 is the parameter's own type. 16 is bfloat16 rounded
+                at random, for the moments that may be negative. Fixed for a parameter once it
+                has a state.
+            rounding_seed: an integer that, with the step and the element, decides the rounding.
             foreach, fused, capturable, differentiable: of torch's classes, refused if on.
         defaults: the algorithm's own settings. A group may have its own value of any.
 
@@ -97,8 +101,11 @@ class Optimizer(torch.optim.Optimizer):
         for flag in FLAGS:
             if group.get(flag):
                 raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
-        if group["state_bits"] not in (32, 8, 4):
-            raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 8 or 4")
+        if group["state_bits"] not in (32, 16, 8, 4):
+            raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 16, 8 or 4")
+        if not 0 <= group["rounding_seed"] < 2**32:
+            raise self.error(f"rounding_seed is {group['rounding_seed']}",
+                             "choose an integer from 0 to 2**32 - 1")
         if group["max_norm"] is not None and not group["max_norm"] > 0:
             raise self.error(f"max_norm is {group['max_norm']}", "choose a norm above 0, or None")
         lr = group["lr"]
@@ -157,8 +164,36 @@ class Optimizer(torch.optim.Optimizer):
         """The formats of the moments of `p` that are not in full precision."""
         if group["state_bits"] == 32 or p.numel() < SMALL:
             return {}
+        if group["state_bits"] == 16:
+            form = Rounded(group["rounding_seed"])
+            return {name: form for name, signed in self.moments.items() if signed}
         return {name: FORMATS[group["state_bits"], signed]
                 for name, signed in self.moments.items()}
+
+    def first_state(self, p: Tensor, group: Options) -> State:
+        """`new_state`, with the step count that random rounding needs."""
+        state = self.new_state(p, group)
+        if group["state_bits"] == 16 and "step" not in state and (
+                state.keys() & self.formats(p, group).keys()):
+            state["step"] = self.no_steps()
+        return state
+
+    def in_line(self, tensor: Tensor, group: Options) -> Tensor:
+        """A parameter or its gradient as a vector, if all its moments are, for an elementwise
+        update: their blocks are then its too, in every slab and every fused loop.
+        """
+        if self.moments.keys() <= self.formats(tensor, group).keys() and tensor.is_contiguous():
+            return tensor.view(-1)
+        return tensor
+
+    @staticmethod
+    def scalar(value: Any) -> Any:
+        """A number of the whole update, computed once. A 0-dim tensor that is only read by
+        elementwise arithmetic Inductor computes again for every few elements of it.
+        """
+        if torch.compiler.is_compiling() and torch.is_tensor(value):
+            return value.as_strided((), ())
+        return value
 
     def block(self, p: Tensor, group: Options) -> int:
         """Of how many elements the slabs of `p` are whole multiples."""
@@ -201,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise self.error("a gradient is sparse", "use torch.optim.SparseAdam, or make the "
                                  "layer's gradient dense (nn.Embedding(sparse=False))")
             if not self.state[p]:
-                state = self.new_state(p, group)
+                state = self.first_state(p, group)
                 self.state[p].update(compressed(state, self.formats(p, group)))
 
     def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
@@ -224,6 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         if group["max_norm"] is not None:
             grad = clipped(grad, group["max_norm"])
         if self.elementwise:
+            p, grad = self.in_line(p, group), self.in_line(grad, group)
             self.in_slabs(p, state, group, lambda slab, part: self.update(
                 cut(p, slab), self.gradient(grad, slab, group), part, group))
         else:

@@ -46,7 +46,7 @@ class CAME(FactoredOptimizer):
     """
 
     required = frozenset({"lr", "eps", "betas", "clip_threshold"})
-    state_names = frozenset({"exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col",
+    state_names = frozenset({"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col",
                              "exp_avg_res_row", "exp_avg_res_col"})
     moments = {"exp_avg": True}
 

@@ -25,7 +25,7 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
             saved = {name: value for name, value in saved.items() if value is not None}
             if saved:
                 like = torch.empty_like(p, device="meta")
-                yield group, p, saved, optimizer.new_state(like, {**optimizer.defaults, **group})
+                yield group, p, saved, optimizer.first_state(like, {**optimizer.defaults, **group})
 
 
 def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

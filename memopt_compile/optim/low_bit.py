@@ -1,7 +1,7 @@
 """States of few bits: read and written a slab at a time, in the formats of `quantization`.
 
 A moment `name` of a parameter is then a vector of codes under that name and one of scales under
-``name_scale``. Small parameters keep full precision: they need no saving, and are the sensitive
+``name_scale``, or one of bfloat16 numbers. Small parameters keep full precision: they need no saving, and are the sensitive
 ones (biases, norms).
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..quantization.formats import Format, decode, encode
+from ..quantization.rounding import Rounded, rounded
 from .slabs import Slab, cut
 
 SMALL = 4096  # elements
 
 State = dict[str, Tensor]
-Formats = Mapping[str, Format]
+Formats = Mapping[str, Format | Rounded]
 
 
 def precise(p: Tensor) -> torch.dtype:
@@ -27,7 +29,7 @@ def precise(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def ranges(form: Format, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:
+def ranges(form: Format | Rounded, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:
     """Where the codes and the scales of a slab along the first dimension are, and its elements."""
     if slab is None:
         return slice(None), slice(None), p.numel()
@@ -41,27 +43,44 @@ def read(state: State, name: str, p: Tensor, slab: Slab | None, formats: Formats
     """One slab of a moment: the state's own memory in full precision, else a copy."""
     if name not in formats:
         return cut(state[name], slab)
-    codes, scales, count = ranges(formats[name], p, slab)
-    flat = decode(state[name][codes], state[f"{name}_scale"][scales], formats[name], count,
-                  precise(p))
+    form = formats[name]
+    codes, scales, count = ranges(form, p, slab)
+    if isinstance(form, Rounded):
+        flat = state[name][codes].to(precise(p))
+    else:
+        flat = decode(state[name][codes], state[f"{name}_scale"][scales], form, count, precise(p))
     return flat.view(cut(p, slab).shape)
 
 
 def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
           formats: Formats) -> None:
     """Store what `read` gave, after a change in place."""
-    if name in formats:
-        codes, scales, _ = ranges(formats[name], p, slab)
-        new_codes, new_scales = encode(value, formats[name])
+    if name not in formats:
+        return
+    form = formats[name]
+    codes, scales, _ = ranges(form, p, slab)
+    if isinstance(form, Rounded):
+        state[name][codes].copy_(rounded(value, form, whole(state["step"]), codes.start or 0))
+    else:
+        new_codes, new_scales = encode(value, form)
         state[name][codes].copy_(new_codes)
         state[f"{name}_scale"][scales].copy_(new_scales)
 
 
+def whole(step: Tensor) -> Any:
+    """The step count as an integer, or under capture as a 0-dim int64 tensor."""
+    return step.to(torch.int64) if torch.compiler.is_compiling() else int(step.item())
+
+
 def compressed(state: State, formats: Formats) -> State:
-    """A state in full precision with its moments encoded."""
+    """A state in full precision with its moments encoded, those of 16 bits to the nearest."""
     result = dict(state)
     for name, form in formats.items():
-        if name in state:
+        if name not in state:
+            continue
+        if isinstance(form, Rounded):
+            result[name] = state[name].reshape(-1).to(torch.bfloat16)
+        else:
             result[name], result[f"{name}_scale"] = encode(state[name], form)
     return result
 

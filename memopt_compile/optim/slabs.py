@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# An update holds at most four arrays of this many elements: 16 MiB in float64.
-ELEMENTS = 1 << 19
+# An update holds at most four arrays of this many elements: 4 MiB in float64.
+ELEMENTS = 1 << 17
 
 
 class Slab(NamedTuple):

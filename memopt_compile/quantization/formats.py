@@ -13,13 +13,14 @@ that is spent on it. The maps for non-negative values have no zero: a second mom
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import arithmetic, tables
 
 
 class Format(NamedTuple):
@@ -28,6 +29,8 @@ class Format(NamedTuple):
     bits: int
     block: int
     points: tuple[float, ...]
+    decades: int = 0
+    """Of a dynamic map. The points of another are at equal distances."""
 
     def sizes(self, count: int) -> tuple[int, int]:
         """Bytes of the codes and number of the scales of `count` elements."""
@@ -47,9 +50,9 @@ def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
 
 # Formats by (bits, whether values may be negative).
 FORMATS = {
-    (8, True): Format(8, 256, dynamic_map(8, True)),
-    (8, False): Format(8, 256, dynamic_map(8, False)),
-    (4, True): Format(4, 128, dynamic_map(4, True)),
+    (8, True): Format(8, 256, dynamic_map(8, True), 7),
+    (8, False): Format(8, 256, dynamic_map(8, False), 7),
+    (4, True): Format(4, 128, dynamic_map(4, True), 3),
     (4, False): Format(4, 128, tuple((i + 1) / 16 for i in range(16))),
 }
 
@@ -60,10 +63,13 @@ def encode(value: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     Each element gets its nearest point, in float32. NaN and infinite values have none.
     """
     count = value.numel()
-    flat = value.reshape(-1).to(torch.float32)
-    blocks = F.pad(flat, (0, -count % form.block)).view(-1, form.block)
-    scales = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
-    codes = nearest((blocks / torch.where(scales == 0, 1.0, scales)).view(-1), form)
+    blocks = whole_blocks(value.reshape(-1).to(torch.float32), form.block).view(-1, form.block)
+    scales = blocks.amax(1, keepdim=True)
+    if form.points[0] < 0:
+        least = blocks.amin(1, keepdim=True)
+        scales = torch.where(scales >= -least, scales, least)
+    shares = (blocks / torch.where(scales == 0, 1.0, scales)).view(-1)
+    codes = (arithmetic if torch.compiler.is_compiling() else tables).codes(shares, form)
     if form.bits == 4:
         codes = codes[0::2] | (codes[1::2] << 4)
     return codes[:form.sizes(count)[0]], scales.view(-1)
@@ -71,39 +77,12 @@ def encode(value: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype) -> Tensor:
     """The `count` elements as a vector."""
-    if form.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)
-    points = torch.tensor(form.points, dtype=dtype, device=codes.device)
-    flat = F.pad(points.index_select(0, codes[:count].int()), (0, -count % form.block))
-    return (flat.view(-1, form.block) * scales.to(dtype)[:, None]).view(-1)[:count]
+    whole = whole_blocks(codes, form.block * form.bits // 8)
+    flat = (arithmetic if torch.compiler.is_compiling() else tables).points(whole, form, dtype)
+    return flat.view(-1, form.block).mul_(scales.to(dtype)[:, None]).view(-1)[:count]
 
 
-def nearest(shares: Tensor, form: Format) -> Tensor:
-    """The codes, uint8, of a float32 vector within [−1, 1].
-
-    A binary search for each element is slow on a CPU. In eager a table knows the code of the
-    least element of each cell of 2^16 floats; a cell holds one boundary at most, and one comparison
-    tells on which side of it an element is. The codes are the same.
-    """
-    if torch.compiler.is_compiling():
-        return torch.bucketize(shares, boundaries(form, shares.device)).to(torch.uint8)
-    table, ends = _cells(form, shares.device)
-    guess = table.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
-    return guess + (shares > ends.index_select(0, guess.int()))
-
-
-def boundaries(form: Format, device: torch.device) -> Tensor:
-    """The middles between neighbouring points."""
-    points = torch.tensor(form.points, dtype=torch.float32, device=device)
-    return (points[1:] + points[:-1]) / 2
-
-
-@functools.cache
-def _cells(form: Format, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For `nearest`: the code of each cell's least element, and the upper boundary of each code."""
-    first = (torch.arange(1 << 16, device=device) << 16).to(torch.int32)
-    last = first | 0xFFFF
-    least = torch.where(first < 0, last, first).view(torch.float32).nan_to_num()
-    ends = boundaries(form, device)
-    end = torch.full((1,), torch.inf, device=device)
-    return torch.bucketize(least, ends).to(torch.uint8), torch.cat((ends, end))
+def whole_blocks(flat: Tensor, block: int) -> Tensor:
+    """The vector, with zeros to the end of its last block."""
+    missing = -flat.numel() % block
+    return F.pad(flat, (0, missing)) if missing else flat

@@ -1,0 +1,62 @@
+"""bfloat16 with stochastic rounding: up or down, the likelier the nearer, so that the mean is right.
+
+A moment that moves by a thousandth of itself in a step never moves if it is rounded to the
+nearest of bfloat16's numbers, which are 2⁻⁸ apart. Rounded at random it moves in one step of many.
+
+What decides is a hash of the seed, the step and the element's place: no state but the step count
+that the optimizer has anyway. So a step gives the same eager, captured, in slabs of any size, and
+after a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Odd, below 2^15 and without a pattern: one multiplier a round, and what a step and a seed add.
+ROUNDS = ((0x6A3B, 0x3C6F, 0x7F4B), (0x5D2D, 0x52DD, 0x1B56), (0x4E97, 0x2AB1, 0x6487),
+          (0x73A5, 0x68E5, 0x4B2D))
+
+
+class Rounded(NamedTuple):
+    """How a tensor is stored: a bfloat16 for each element, chosen with this seed."""
+
+    seed: int
+    block: int = 256
+    """Elements in whole multiples of which it is cut, as `Format`. They share nothing."""
+
+    def sizes(self, count: int) -> tuple[int, int]:
+        """Numbers of stored elements and of scales."""
+        return count, 0
+
+
+def rounded(value: Tensor, form: Rounded, step: Any, first: int = 0) -> Tensor:
+    """All elements in row-major order in bfloat16, without bias, by way of float32.
+
+    Args:
+        step: count of steps, an integer or a 0-dim tensor of one.
+        first: the place of the first element in its tensor.
+    """
+    bits = value.reshape(-1).to(torch.float32).view(torch.int32)
+    places = torch.arange(first, first + value.numel(), dtype=torch.int32, device=value.device)
+    # The lower half is what bfloat16 drops: a uniform number carries in proportion to it.
+    bits = noise(places, form.seed, step).add_(bits).bitwise_and_(-1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def noise(places: Tensor, seed: int, step: Any) -> Tensor:
+    """A number of 16 bits for each place, int32; a new tensor.
+
+    A Feistel network over the place's two halves. No product exceeds 31 bits: what overflow does is
+    left to the device.
+    """
+    left, right = (places >> 16) & 0xFFFF, places & 0xFFFF
+    for multiplier, by_step, by_seed in ROUNDS:
+        key = (step * by_step + seed * by_seed) & 0xFFFF
+        if isinstance(key, Tensor):  # as a tensor of its own it is computed once
+            key = key.to(torch.int32).as_strided((), ())
+        mixed = (((right ^ key) * multiplier) >> 8) & 0xFFFF
+        left, right = right, left ^ mixed
+    return right
