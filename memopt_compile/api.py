@@ -27,8 +27,9 @@ def micro_batches(n: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     Every tensor is cut alike; where the batch does not divide by `n` the first chunks are one
     sample longer. A ``for`` statement over the result compiles in a time that hardly grows with
     `n`, as long as the loop keeps nothing but tensors from one iteration to the next: a counter
-    (``enumerate`` too) or a list that grows has every iteration traced. Divide the loss by `n` (or weigh it by its share of samples) so that the
-    accumulated gradient is that of the whole batch.
+    (``enumerate`` too) or a list that grows has every iteration traced. Divide the loss by `n`
+    (or weigh it by its share of samples) so that the accumulated gradient is that of the whole
+    batch.
 
     Raises:
         OptionError: `n` is not between 1 and the batch, or the tensors differ in their first

@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
-__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again", "decompositions", "dry_call",
-           "has_cpp_compiler", "has_triton", "joint_graph_passes", "kernels_in_background",
+__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
+           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes", "kernels_in_background",
            "settings", "warm_up"]
 
 
@@ -141,12 +141,13 @@ def _copy_in_line(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, source = node.args[:2]
         if into.op == "placeholder" and not node.users and source.target is aten.view.default:
-            whole = source.args[0]
-            if into.meta["val"].is_contiguous() and whole.meta["val"].dim() == 1:
+            whole, value = source.args[0], into.meta["val"]
+            if (value.is_contiguous() and whole.meta["val"].dim() == 1
+                    and value.shape == source.meta["val"].shape):
                 with module.graph.inserting_before(node):
                     line = module.graph.call_function(aten.view.default, (into, [-1]))
-                line.meta["val"] = whole.meta["val"].new_empty(whole.meta["val"].shape)
-                node.args = (line, whole)
+                line.meta["val"] = value.view(-1)
+                node.args = (line, whole, *node.args[2:])
     module.recompile()
 
 

@@ -2,7 +2,8 @@
 
 With ``accumulate="optimizer_states"`` and several micro-batches a step, the update of Adam and
 AdamW is traced in the form of `adam`, in which ``memopt::fold`` stands where the accumulated
-gradient enters a moment, and ``memopt::clip`` where `max_norm` clips it. `passes.accumulate_in_states` puts there what the option asks for.
+gradient enters a moment, and ``memopt::clip`` where `max_norm` clips it.
+`passes.accumulate_in_states` puts there what the option asks for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """States of few bits: read and written a slab at a time, in the formats of `quantization`.
 
 A moment `name` of a parameter is then a vector of codes under that name and one of scales under
-``name_scale``, or one of bfloat16 numbers. Small parameters keep full precision: they need no saving, and are the sensitive
-ones (biases, norms).
+``name_scale``, or one of bfloat16 numbers. Small parameters keep full precision: they need no
+saving, and are the sensitive ones (biases, norms).
 """
 
 from __future__ import annotations

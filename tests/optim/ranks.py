@@ -15,7 +15,7 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
     """What ``function(rank, *args)`` returns on each of `count` ranks.
 
     They find each other by a file in `folder`: there is no port to be taken. A rank that waits
-    for another in vain fails after a minute.
+    for another in vain fails after five minutes.
     """
     torch.multiprocessing.spawn(_rank, (count, str(folder), function, args), nprocs=count)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
@@ -24,7 +24,7 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
 def _rank(rank: int, count: int, folder: str, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/found", rank=rank,
-                            world_size=count, timeout=timedelta(seconds=60))
+                            world_size=count, timeout=timedelta(minutes=5))
     torch.save(function(rank, *args), Path(folder, f"{rank}.pt"))
     dist.barrier()  # who is still being asked stays
     dist.destroy_process_group()

@@ -67,10 +67,10 @@ def fed(rank, ranks, small=False, **settings):
     return [p.detach() for p in ps], [{k: v for k, v in opt.state[p].items()} for p in ps]
 
 
-def low_bit(rank, ranks):
+def low_bit(rank, ranks, bits):
     ps = parameters([(128, 64), (3,)])
     with mock.patch.object(slabs, "ELEMENTS", 4096):
-        opt = adama(ps, rank, ranks, state_bits=8)
+        opt = adama(ps, rank, ranks, state_bits=bits)
         for batch in mini_batches(ps, N * ranks):
             for micro in batch[rank * N:(rank + 1) * N]:
                 for p, g in zip(ps, micro):
@@ -194,7 +194,8 @@ def everything(rank, ranks):
         found["in one bucket"], one = fed(rank, ranks), len(calls)
         found["small"], many = fed(rank, ranks, small=True), len(calls) - one
     found["calls"], found["largest"] = (one, many), max(a[0].nbytes for a in calls[one:])
-    found["low bit"], found["bfloat16"] = low_bit(rank, ranks), bfloat16(rank, ranks)
+    found |= {f"{bits} bits": low_bit(rank, ranks, bits) for bits in (16, 8)}
+    found["bfloat16"] = bfloat16(rank, ranks)
     if ranks == 2:
         found["memory"] = memory(rank, ranks)
         found["inductor"] = trained(rank, ranks, lowering="inductor")
@@ -265,7 +266,7 @@ def fed_alone(ranks, **settings):
 
 
 def test_weights_are_the_same_bits_on_all_ranks(results):
-    names = [*SETTINGS, "small", "low bit", "bfloat16", "eager", "in backward", "captured",
+    names = [*SETTINGS, "small", "16 bits", "8 bits", "bfloat16", "eager", "in backward", "captured",
              "inductor"]
     for name in set(names) & results[0].keys():
         for result in results:
@@ -285,13 +286,14 @@ def test_no_more_than_buckets_are_held_beside_the_states(pair):
     assert all(result["memory"] <= 1.2 * data_parallel.BUCKET for result in pair)
 
 
-def test_low_bit_states(results):
+@pytest.mark.parametrize("bits", [16, 8])
+def test_low_bit_states(results, bits):
     ps = parameters([(128, 64), (3,)])
     expected, _, _ = algorithm_2(ps, mini_batches(ps, N * len(results)))
     begin = ps[0].detach()
-    moved, found = expected[0] - begin, results[0]["low bit"][0] - begin
+    moved, found = expected[0] - begin, results[0][f"{bits} bits"][0] - begin
     assert float((found - moved).norm() / moved.norm()) <= 0.05
-    assert difference([results[0]["low bit"][1]], [expected[1]]) <= 1e-12
+    assert difference([results[0][f"{bits} bits"][1]], [expected[1]]) <= 1e-12
 
 
 def test_models_in_eager_and_captured_whole(pair):
