@@ -283,7 +283,8 @@ def test_small_parameters_share_a_call(results):
 
 
 def test_no_more_than_buckets_are_held_beside_the_states(pair):
-    assert all(result["memory"] <= 1.2 * data_parallel.BUCKET for result in pair)
+    """One, and the last one for as long as gloo's own thread has not let go of it."""
+    assert all(result["memory"] <= 2.2 * data_parallel.BUCKET for result in pair)
 
 
 @pytest.mark.parametrize("bits", [16, 8])
