@@ -2,9 +2,8 @@
 
     python tests/optim/loss_curves.py [--model gpt|resnet] [--only NAME ...] [--seeds 3]
 
-Every optimizer sees the same batches from the same first weights. The rate of AdamW, and of what
-stands in for it, is that of the example; CAME and Adafactor have the one of a few that was best for
-seed 7, which is not among the seeds of the table.
+Every optimizer sees the same batches from the same first weights. What stands in for AdamW has its
+rate, and none was searched for: differences of CAME and Adafactor are of the rates in `RATES` too.
 """
 
 from __future__ import annotations
