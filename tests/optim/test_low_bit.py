@@ -266,8 +266,8 @@ def test_captured_peak(lowering, bits):
         compiled(grad)
     found = report(compiled)
     assert found.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
-    if lowering == "inductor":
-        assert found.predicted_peak_bytes - found.resident_bytes <= p.nbytes / 32
+    if lowering == "inductor":  # torch 2.11 stores new codes before it copies them: half of p
+        assert found.predicted_peak_bytes - found.resident_bytes <= p.nbytes * 0.55
 
 
 def test_refuses_other_widths():
