@@ -6,7 +6,7 @@ of the fourth iteration, every later one would be traced as the third was. Then 
 the loop there, and `loops.complete` puts the other iterations into the graph.
 
 Left unrolled are loops in which Python remembers something besides tensors (a counter, a list that
-grows, ``enumerate``), chunks of different sizes, and up to three chunks.
+grows, ``enumerate``), loops in generators, chunks of different sizes, and up to three chunks.
 """
 
 from __future__ import annotations
