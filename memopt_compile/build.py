@@ -101,11 +101,13 @@ def _phases(graph: fx.Graph) -> dict[fx.Node, Phase]:
 
 
 def _remove_markers(step: StepGraph) -> None:
+    backward = 0
     for node in list(step.graph.nodes):
         if node.target is GRADIENT:
-            step.gradients.append(node)
+            step.gradients[node] = backward
             step.replace(node, node.args[0])
         elif node.target is SEED:
+            backward += 1
             value = node.meta["val"]
             with step.graph.inserting_before(node):
                 ones = step.graph.call_function(

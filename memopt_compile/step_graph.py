@@ -61,14 +61,14 @@ class StepGraph:
     """A captured step.
 
     ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
-    computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one
-    backward, in the order in which eager would have finished them.
+    computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
+    with the number of that backward, from 1.
     """
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     phases: dict[fx.Node, Phase] = field(default_factory=dict)
-    gradients: list[fx.Node] = field(default_factory=list)
+    gradients: dict[fx.Node, int] = field(default_factory=dict)
     kind: str = "step"
 
     @property
@@ -114,13 +114,14 @@ class StepGraph:
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Let every user of `node` read `by`, and drop `node`."""
         node.replace_all_uses_with(by)
-        self.gradients = [by if g is node else g for g in self.gradients]
+        if node in self.gradients:
+            self.gradients.setdefault(by, self.gradients[node])
         self.erase(node)
 
     def erase(self, node: fx.Node) -> None:
         self.graph.erase_node(node)
         self.phases.pop(node, None)
-        self.gradients = [g for g in self.gradients if g is not node]
+        self.gradients.pop(node, None)
 
     def text(self) -> str:
         """The step as text: stable from run to run, without paths, fit for a golden file."""

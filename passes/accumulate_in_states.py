@@ -8,7 +8,7 @@ already divided by N,
 1. ``fold(state, G, β, p)`` where G is a sum of gradients g_i becomes
    ``state_1 = β·state + (1−β)·g_1ᵖ`` and ``state_i = state_{i−1} + (1−β)·g_iᵖ``.
 2. A g_i is the finished gradient of a backward, or whatever is computed from those of one backward
-   and no other (clipped by itself, say).
+   and no other (clipped by itself, say): each backward has one g_i in G, and none is a part of it.
 3. ``fold(state, clip(G, c), β, p)`` is rule 1 with ``g_i · min(1, c/‖g_i‖)``.
 4. A gradient that enters the fold in any other way (clipped with those before it, or by the norm of
    all of them, kept from an earlier call, returned by the step) has to live until the update: that
@@ -35,7 +35,7 @@ from torch import fx
 from memopt_compile import folding  # noqa: F401  (registers the operator)
 from memopt_compile.errors import OptionError
 from memopt_compile.optim.low_bit import precise
-from memopt_compile.step_graph import Phase, Role, StepGraph, mutated_args, op_name, source_line
+from memopt_compile.step_graph import Role, StepGraph, mutated_args, op_name, source_line
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
@@ -85,14 +85,10 @@ def _bare(total: fx.Node) -> fx.Node:
 
 def _backwards(step: StepGraph) -> dict[fx.Node, frozenset[int]]:
     """For each node, of which backwards it has finished gradients in it (rule 2)."""
-    finished, found = set(step.gradients), {}
-    count, inside = 0, False
+    found: dict[fx.Node, frozenset[int]] = {}
     for node in step.computing():
-        if step.phase(node) is not Phase.UPDATE:
-            count += not inside and step.phase(node) is Phase.BACKWARD
-            inside = step.phase(node) is Phase.BACKWARD
-        found[node] = frozenset([count]) if node in finished else frozenset().union(
-            *(found.get(a, ()) for a in node.all_input_nodes))
+        found[node] = (frozenset([step.gradients[node]]) if node in step.gradients else
+                       frozenset().union(*(found.get(a, ()) for a in node.all_input_nodes)))
     return found
 
 
@@ -103,20 +99,19 @@ def terms(step: StepGraph, total: fx.Node, backwards: dict[fx.Node, frozenset[in
     Raises:
         OptionError: it is more than their sum, or is needed besides.
     """
-    finished = set(step.gradients)
     found, sums, stack = [], [], [total]
     while stack:
         node = stack.pop()
-        if node in finished:
+        if len(backwards.get(node, ())) == 1:
             found.append(node)
         elif node.target is aten.add.Tensor and not node.kwargs and all(
                 isinstance(a, fx.Node) and backwards.get(a) for a in node.args):
             sums.append(node)
             stack += node.args
-        elif len(backwards.get(node, ())) == 1:
-            found.append(node)
         else:
             raise _whole(step, node)
+    if len({backwards[node] for node in found}) < len(found):  # rule 2
+        raise _whole(step, total)
     for node in sums:
         for user in node.users:
             if user.op == "output" or mutated_args(user):

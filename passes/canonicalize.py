@@ -89,7 +89,6 @@ def remove_dead_code(step: StepGraph) -> None:
     """Rule 1."""
     for node in reversed(list(step.computing())):
         if _is_dead(node):
-            step.gradients = [g for g in step.gradients if g is not node]
             step.erase(node)
 
 
