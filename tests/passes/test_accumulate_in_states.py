@@ -187,11 +187,12 @@ def test_one_backward_is_adam_bit_for_bit():
     assert all(torch.equal(plain[name], folded[name]) for name in plain)
 
 
-def test_gradients_of_one_layer_are_alive():
-    def peak(**options):
-        _, _, step = training()
-        torch._dynamo.reset()
-        compiled = torch.compile(step, backend="memopt", options={"lowering": "eager", **options})
+@pytest.mark.parametrize("optimizer, settings", [
+    (torch.optim.AdamW, {}), (memopt.optim.AdamW, {"max_norm": 0.01})])
+def test_gradients_of_one_layer_are_alive(optimizer, settings):
+    def peak(accumulate):
+        _, _, step = training(optimizer, **settings)
+        compiled = accumulating(step, accumulate=accumulate)
         for batch in batches(2):
             compiled(*batch)
         report = memopt.report(compiled)
@@ -199,8 +200,7 @@ def test_gradients_of_one_layer_are_alive():
         return report.measured_peak_bytes
 
     layer = (WIDTH * WIDTH + WIDTH) * 8
-    saved = peak() - peak(accumulate="optimizer_states")
-    assert saved > (LAYERS - 2) * layer
+    assert peak("gradients") - peak("optimizer_states") > (LAYERS - 2) * layer
 
 
 def test_explain_plans_it():

@@ -4,16 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import by_hand, gradient, seed
-from test_accumulate_in_states import (
-    LAYERS,
-    WIDTH,
-    N,
-    accumulating,
-    algorithm_2,
-    batches,
-    layers,
-    training,
-)
+from test_accumulate_in_states import N, accumulating, algorithm_2, batches, layers, training
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import memopt_compile as memopt
@@ -116,6 +107,10 @@ def test_max_norm_is_of_each_micro_batch(settings, same):
     (one_by_one, each_as_torch),
     (lambda model: clip_grad_norm_(model.parameters(), LIMIT), together),
     (lambda model: clip_grad_value_(model.parameters(), LIMIT / 20), values),
+    # Sums within one backward are one gradient: its square is not the sum of squares.
+    (lambda model: [p.grad.add_(p.grad) for p in model.parameters()], lambda gs: [g + g for g in gs]),
+    (lambda model: [p.grad.add_(p.grad.mean()) for p in model.parameters()],
+     lambda gs: [g + g.mean() for g in gs]),
 ])
 def test_gradients_of_one_backward_may_be_changed(clip, same):
     equal(apart(clip), algorithm_2(clip=same), accumulating)
@@ -155,20 +150,6 @@ def test_norms_of_16_bits_are_taken_in_32():
     assert text.count("f16[4] = mul(") >= 4 and "fold" not in text and "= clip(" not in text
 
 
-def test_gradients_of_one_layer_are_alive():
-    def peak(accumulate):
-        _, _, step = training(memopt.optim.AdamW, max_norm=LIMIT)
-        compiled = accumulating(step, accumulate=accumulate)
-        for batch in batches(2):
-            compiled(*batch)
-        report = memopt.report(compiled)
-        assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.01)
-        return report.measured_peak_bytes
-
-    layer = (WIDTH * WIDTH + WIDTH) * 8
-    assert peak("gradients") - peak("optimizer_states") > (LAYERS - 2) * layer
-
-
 @pytest.mark.parametrize("clip, name", [
     (one_by_one, "mul"),
     (lambda model: clip_grad_norm_(model.parameters(), LIMIT), "mul"),
@@ -190,3 +171,20 @@ def test_sums_so_far_are_refused(clip, name):
     with pytest.raises(OptionError, match=f"used together, by \\w*{name}.*\n.*\n.*max_norm") as caught:
         accumulating(step)(*batches(1)[0])
     assert "test_clip_each_micro_batch.py" in caught.value.where
+
+
+def test_a_sum_of_sums_is_refused():
+    """Each gradient of a backward would enter twice."""
+    model = layers()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def twice(x, y):
+        for xs, ys in memopt.micro_batches(N, x, y):
+            (F.cross_entropy(model(xs), ys) / N).backward()
+        for p in model.parameters():
+            p.grad = p.grad + p.grad
+        opt.step()
+        opt.zero_grad()
+
+    with pytest.raises(OptionError, match="used together, by add"):
+        accumulating(twice)(*batches(1)[0])
