@@ -6,7 +6,10 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import torch
 
 from .errors import OptionError, PassError
 from .liveness import Workspace, no_workspace, timeline
@@ -14,6 +17,8 @@ from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
+from .passes.plan_memory import PlanMemory
+from .passes.recompute import Recompute
 from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
 from .passes.reuse_buffers import ReuseBuffers
@@ -23,9 +28,14 @@ from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
 
-def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
-    """The passes that `options` ask for. Read it as the story of what happens to a step."""
+def default(options: Options, lowering: str, limit_bytes: int | None = None,
+            device: torch.device | None = None) -> tuple[StepPass, ...]:
+    """The passes that `options` ask for. Read it as the story of what happens to a step.
+
+    `limit_bytes` is what its peak shall not exceed on `device`.
+    """
     eager = lowering == "eager"
+    limited = options.recompute and limit_bytes is not None
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -43,6 +53,10 @@ def default(options: Options, lowering: str) -> tuple[StepPass, ...]:
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
+        # Is it too much still? Decide which activations to keep, and compute the others again.
+        (limited, partial(PlanMemory, limit_bytes, device)),
+        (limited, Recompute),
+        (limited, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),
         # What writes in place needs no buffer of its own: another order may be best now, and

@@ -13,7 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from .compat_trace import hinted
 from .errors import VerifyError
+from .memory_plan import MemoryPlan
 
 _OURS = os.path.dirname(__file__) + os.sep
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
@@ -62,7 +63,7 @@ class StepGraph:
 
     ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
     computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
-    with the number of that backward, from 1.
+    with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked.
     """
 
     module: fx.GraphModule
@@ -70,6 +71,16 @@ class StepGraph:
     phases: dict[fx.Node, Phase] = field(default_factory=dict)
     gradients: dict[fx.Node, int] = field(default_factory=dict)
     kind: str = "step"
+    plan: MemoryPlan | None = None
+
+    def copy(self) -> StepGraph:
+        """The same step with a graph of its own, whose nodes have the same names."""
+        graph, twin = fx.Graph(), {}
+        graph.output(graph.graph_copy(self.graph, twin))
+        graph.output_node().meta.update(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(self.module, graph),
+                       phases={twin[n]: phase for n, phase in self.phases.items()},
+                       gradients={twin[n]: number for n, number in self.gradients.items()})
 
     @property
     def graph(self) -> fx.Graph:

@@ -22,7 +22,7 @@ captured, the peak is often the pile of gradients at the end.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import weight
+from memopt_compile.rematerialization import overwritten_early, recompute
 from memopt_compile.step_graph import (
     OPERATOR,
     WAIT,
@@ -90,7 +91,7 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     """The forward values that backward should compute again (rules 1 to 5)."""
     forward = [n for n in step.computing() if step.phase(n) is Phase.FORWARD]
     inside = set(forward)
-    overwritten = _overwritten_early(step)
+    overwritten = overwritten_early(step)
     roots = storage_roots(step.graph)
     results = {r for a in step.graph.output_node().all_input_nodes for r in roots[a]}
     network = nx.DiGraph()
@@ -135,48 +136,3 @@ def _nearest_cut(network: nx.DiGraph) -> set[Any]:
                 behind.add(tail)
                 stack.append(tail)
     return behind
-
-
-def _overwritten_early(step: StepGraph) -> set[fx.Node]:
-    """Storages that something overwrites before the update: too early to read them again."""
-    roots = storage_roots(step.graph)
-    return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
-            for argument in mutated_args(node) for root in roots[argument]}
-
-
-def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Give backward its own copy of each value in `again`; returns original by copy.
-
-    A copy stands right before its first reader, so that it lives no longer than it must.
-    """
-    copy_of: dict[fx.Node, fx.Node] = {}
-    copies: dict[fx.Node, fx.Node] = {}
-    for reader in list(step.computing()):
-        if step.phase(reader) is Phase.FORWARD:
-            continue
-        for value in _needed(reader.all_input_nodes, again, copy_of):
-            with step.graph.inserting_before(reader):
-                copy = step.graph.node_copy(value, lambda n: copy_of.get(n, n))
-            step.phases[copy] = Phase.BACKWARD
-            copy_of[value] = copy
-            copies[copy] = value
-        for value in reader.all_input_nodes:
-            if value in copy_of and reader not in copies:
-                reader.replace_input_with(value, copy_of[value])
-    return copies
-
-
-def _needed(values: Iterable[fx.Node], again: set[fx.Node],
-            done: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """What has to be computed again for `values`, operands first."""
-    order: dict[fx.Node, None] = {}
-
-    def visit(value: fx.Node) -> None:
-        if value in again and value not in done and value not in order:
-            for operand in value.all_input_nodes:
-                visit(operand)
-            order[value] = None
-
-    for value in values:
-        visit(value)
-    return list(order)

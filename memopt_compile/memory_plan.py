@@ -1,0 +1,64 @@
+"""The decision about each activation, as a value that can be read and printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+from .options import format_bytes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one activation between forward and backward.
+
+    `name` is its node's, `value` type and shape, `choice` "keep" or "recompute", `bytes` what it
+    holds while it is kept, `seconds` what its operator takes by the cost model, `line` the user's.
+    """
+
+    name: str
+    value: str
+    bytes: int
+    choice: str
+    seconds: float
+    line: str | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A choice for every activation of a step.
+
+    `limit_bytes` is the transient peak that was asked for (beyond the step's inputs), `peak_bytes`
+    the one that the plan has by simulation, `seconds` what it adds to a step by the cost model, `gap` the
+    share of these that a better plan could save at most, as the solver proved of its program;
+    `again` names the operators that run again, those for the sake of others included.
+    """
+
+    limit_bytes: int
+    peak_bytes: int
+    seconds: float
+    gap: float
+    decisions: tuple[Decision, ...] = field(repr=False)
+    again: frozenset[str] = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    def chosen(self, choice: str) -> tuple[Decision, ...]:
+        return tuple(d for d in self.decisions if d.choice == choice)
+
+    def table(self, lines: int | None = None) -> str:
+        """The decisions, largest first; at most `lines` of them."""
+        rows = [[d.name, d.value, format_bytes(d.bytes), d.choice, f"{1e6 * d.seconds:.1f}",
+                 d.line or ""] for d in sorted(self.decisions, key=lambda d: -d.bytes)[:lines]]
+        head = ["activation", "value", "bytes", "choice", "µs", "line"]
+        return tabulate(rows, head, tablefmt="simple", disable_numparse=True)
+
+    def __str__(self) -> str:
+        again = self.chosen("recompute")
+        return (f"{len(again)} of {len(self.decisions)} activations "
+                f"({format_bytes(sum(d.bytes for d in again))}) are computed again, by "
+                f"{len(self.again)} operators; "
+                f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}")

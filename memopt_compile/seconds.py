@@ -1,0 +1,83 @@
+"""Seconds that an operator takes, by a roofline: the longer of its arithmetic and its traffic.
+
+    seconds = max(flops / (flops a second), bytes / (bytes a second)) + launch
+
+Flops are PyTorch's own count (`torch.utils.flop_counter`); bytes are those of operands and
+results. Such seconds compare plans with each other and are deterministic, so that equal steps get
+equal plans; they are no forecast of a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from .compat_trace import pytree
+from .step_graph import OPERATOR, aliased_args, nbytes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do: `flops` by dtype and `bytes` a second, `launch` seconds an operator."""
+
+    name: str
+    flops: dict[torch.dtype, float]
+    bytes: float
+    launch: float
+
+
+# Peak figures of the makers' datasheets, without sparsity; float32 of a GPU is that of TF32
+# where it has it. A launch is a few microseconds on any of them.
+H200 = Rates("H200", {torch.float64: 67e12, torch.float32: 494e12, torch.bfloat16: 989e12,
+                      torch.float16: 989e12}, 4.8e12, 3e-6)  # NVIDIA H200 SXM
+H100 = Rates("H100", {**H200.flops}, 3.35e12, 3e-6)  # NVIDIA H100 SXM
+A100 = Rates("A100", {torch.float64: 19.5e12, torch.float32: 156e12, torch.bfloat16: 312e12,
+                      torch.float16: 312e12}, 2.039e12, 3e-6)  # NVIDIA A100 80GB SXM
+# A core with 256-bit vectors: 16 to 32 float32 operations a cycle and one channel of memory.
+CPU = Rates("CPU", {torch.float64: 20e9, torch.float32: 40e9, torch.bfloat16: 20e9,
+                    torch.float16: 20e9}, 10e9, 1e-6)
+GPUS = (H200, H100, A100)
+
+
+def rates(device: torch.device | str) -> Rates:
+    """The figures of `device`; of an unlisted GPU those of the A100."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CPU
+    name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS if gpu.name in name), A100)
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of `node`: PyTorch's formula, or one for each element it makes."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"),
+                                        (tuple(node.args), dict(node.kwargs)))
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    value = node.meta.get("val")
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=value))
+    return sum(v.numel() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
+
+
+def roofline(device: torch.device | str) -> Callable[[fx.Node], float]:
+    """Seconds of a node on `device`; views and items take none."""
+    at = rates(device)
+
+    def seconds(node: fx.Node) -> float:
+        if not isinstance(node.target, OPERATOR) or aliased_args(node):
+            return 0.0
+        moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
+        return max(compute, moved / at.bytes) + at.launch
+
+    return seconds
+
+
+def _dtype(node: fx.Node) -> Any:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return next((v.dtype for v in leaves if isinstance(v, torch.Tensor)), None)

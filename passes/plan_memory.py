@@ -1,0 +1,63 @@
+"""Decide for every activation whether it is kept or computed again, so that the step fits.
+
+The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by itself: the pass
+`recompute` does what it says.
+
+1. A step that fits gets no plan.
+2. Of the plans that fit the fastest by `seconds` is taken.
+3. Where none fits, the plan with the smallest peak that was found is taken; whether that is enough
+   once the other passes are done is for the budget's owner to judge.
+
+Memory and numbers: as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from memopt_compile import planner
+from memopt_compile.liveness import resident_bytes
+from memopt_compile.memory_plan import Decision, MemoryPlan
+from memopt_compile.rematerialization import Problem, groups, problem
+from memopt_compile.seconds import roofline
+from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
+from memopt_compile.step_pass import StepPass
+
+
+@dataclass(frozen=True)
+class PlanMemory(StepPass):
+    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides."""
+
+    name: ClassVar[str] = "plan_memory"
+    peak_bytes: int
+    device: torch.device
+
+    def requires(self, step: StepGraph) -> str | None:
+        if any(phase is Phase.BACKWARD for phase in step.phases.values()):
+            return None
+        return "the graph has no backward to plan for"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        limit = self.peak_bytes - resident_bytes(step)
+        found = problem(step, roofline(self.device), costs)
+        if max(found.live, default=0) > limit:  # rule 1
+            together = groups(found)
+            chosen = planner.cheapest(found, limit, together)  # rule 2
+            step.plan = memory_plan(found, limit, chosen or planner.smallest(found, together))
+
+
+def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> MemoryPlan:
+    """`chosen` in words: a decision for every activation that backward reads."""
+    decisions = []
+    for value in problem.values:
+        if value.needed and value.first > value.last + 1:
+            operation = problem.operations[value.operation]
+            again = value.operation in chosen.again
+            decisions.append(Decision(
+                value.node.name, describe(value.node), value.nbytes, "recompute" if again else "keep",
+                operation.seconds, source_line(value.node)))
+    names = frozenset(problem.operations[o].node.name for o in chosen.again)
+    return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names)
