@@ -23,7 +23,7 @@ from .errors import InfeasibleBudget, MemoptError, OptionError
 from .liveness import timeline
 from .options import Options, format_bytes, refuse_unbuilt
 from .records import Compilation, remember
-from .step_graph import StepGraph
+from .step_graph import Role, StepGraph
 from .verification import verifying
 
 log = logging.getLogger("memopt_compile")
@@ -65,6 +65,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     _check_accumulation(opts, kind, notes)
+    _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = opts.lowering
@@ -80,6 +81,17 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model":
         return _compile_model(gm, example_inputs, record)
     return _compile_step(gm, example_inputs, record, notes)
+
+
+def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
+    """A budget is of a whole step's peak, which only a step captured whole lets us know."""
+    if opts.memory_budget is not None and kind == "model":
+        raise OptionError(
+            "the budget cannot be kept: " + (notes.reason or "there is no backward() in the "
+                                             "compiled function"),
+            where=f"{notes.where}, memory_budget={opts.memory_budget!r}",
+            do="compile the whole step (forward, backward() and opt.step()) so that it is captured "
+            "in one graph, or leave memory_budget out")
 
 
 def _check_accumulation(opts: Options, kind: str, notes: capture.Notes) -> None:
@@ -150,6 +162,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             raise _cause(error, MemoptError) or error
         capture.tell(notes.where, "the step changes a tensor that autograd still follows",
                      "make such changes under torch.no_grad()")
+        _check_budget(record.options, "model", notes)
         record.kind, record.reason = "ordinary", notes.reason
         return gm.forward
     if record.options.verify:
@@ -220,14 +233,25 @@ def _run_passes_and_lower(step: StepGraph, record: Compilation, limit: int | Non
 
 def _hold_to_budget(record: Compilation) -> None:
     limit = record.budget_bytes()
-    if limit is not None and record.predicted_peak_bytes > limit:
-        resident = record.after.resident_bytes
-        raise InfeasibleBudget(
-            f"the step needs {format_bytes(record.predicted_peak_bytes)} at its peak and the "
-            f"budget is {format_bytes(limit)}; {format_bytes(resident)} of that are parameters, "
-            "optimizer state, buffers and the batch",
-            where=record.peak_line(),
-            do="raise memory_budget, shrink the batch, or split it with memopt.micro_batches")
+    if limit is None or record.predicted_peak_bytes <= limit:
+        return
+    needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
+    plan = record.step.plan
+    means = ("the smallest peak found, by computing activations again," if plan else
+             "the peak (recompute=False)" if not record.options.recompute else "the peak")
+    state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
+    less = [f"raise memory_budget to {format_bytes(needed)}"]
+    if needed - (needed - resident) // 2 <= limit:
+        less.append("halve the batch, or split it with memopt.micro_batches: what the step holds "
+                    f"beyond its inputs is {format_bytes(needed - resident)}, most of it in "
+                    "proportion to the batch")
+    if state * 3 // 4 > 0:
+        less.append("memopt.optim with state_bits=8 keeps about a quarter of "
+                    f"{format_bytes(state)} of optimizer state")
+    raise InfeasibleBudget(
+        f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}; "
+        f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
+        "buffers and the batch", where=record.peak_line(), do="; or ".join(less))
 
 
 def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation) -> Callable:

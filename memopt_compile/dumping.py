@@ -56,7 +56,7 @@ def write_program(record: Compilation, folder: Path) -> None:
 def plan(record: Compilation) -> str:
     """The memory plan as text."""
     made = getattr(record.step, "plan", None)
-    return f"{made}\n" if made else "Every value is kept: no memory plan was needed or made.\n"
+    return f"{made}\n\n{made.table()}\n" if made else "Every value is kept: no memory plan was needed or made.\n"
 
 
 def _folder(record: Compilation) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tabulate import tabulate
 
@@ -35,6 +36,8 @@ class MemoryPlan:
     `again` names the operators that run again, those for the sake of others included.
     """
 
+    HEAD: ClassVar = ("activation", "value", "bytes", "choice", "µs", "made by")
+
     limit_bytes: int
     peak_bytes: int
     seconds: float
@@ -49,16 +52,17 @@ class MemoryPlan:
     def chosen(self, choice: str) -> tuple[Decision, ...]:
         return tuple(d for d in self.decisions if d.choice == choice)
 
-    def table(self, lines: int | None = None) -> str:
-        """The decisions, largest first; at most `lines` of them."""
-        rows = [[d.name, d.value, format_bytes(d.bytes), d.choice, f"{1e6 * d.seconds:.1f}",
-                 d.line or ""] for d in sorted(self.decisions, key=lambda d: -d.bytes)[:lines]]
-        head = ["activation", "value", "bytes", "choice", "µs", "line"]
-        return tabulate(rows, head, tablefmt="simple", disable_numparse=True)
+    def rows(self) -> list[list[str]]:
+        """The decisions as cells under `HEAD`, largest first."""
+        return [[d.name, d.value, format_bytes(d.bytes), d.choice, f"{1e6 * d.seconds:.1f}",
+                 d.line or ""] for d in sorted(self.decisions, key=lambda d: -d.bytes)]
+
+    def table(self) -> str:
+        return tabulate(self.rows(), self.HEAD, tablefmt="simple", disable_numparse=True)
 
     def __str__(self) -> str:
         again = self.chosen("recompute")
         return (f"{len(again)} of {len(self.decisions)} activations "
                 f"({format_bytes(sum(d.bytes for d in again))}) are computed again, by "
-                f"{len(self.again)} operators; "
+                f"{len(self.again)} operators, "
                 f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}")

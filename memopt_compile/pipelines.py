@@ -21,6 +21,7 @@ from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
 from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
+from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.write_back_early import WriteBackEarly
@@ -54,6 +55,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
         # Is it too much still? Decide which activations to keep, and compute the others again.
+        # (Dropout by PyTorch's own operator can run again once its mask is drawn apart.)
+        (limited and eager, partial(ReplayDropout, limit_bytes)),
         (limited, partial(PlanMemory, limit_bytes, device)),
         (limited, Recompute),
         (limited, ScheduleForPeak),

@@ -40,9 +40,9 @@ from .rematerialization import NEVER, Problem, latest_runs, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
-RESOLUTION = 0.01  # of the smallest peak
+RESOLUTION = 0.02  # of the smallest peak
 GAP = 0.005
-SECONDS = 20.0  # for one solution
+SECONDS = 10.0  # for one solution
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,16 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int]) -> Solut
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """The choice with the smallest transient peak that was found, to `RESOLUTION`."""
+    """The choice with the smallest transient peak that was found, to `RESOLUTION`.
+
+    The relaxed program bounds it from below; between that and the best so far limits are tried, the
+    low ones first.
+    """
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    low = min(problem.life.born.get(n, 0) for n in problem.order) if problem.order else 0
+    relaxed = _Model(problem, groups).solve(dict.fromkeys(_positions(problem), 0), None, relaxed=True)
+    low = relaxed[2] if relaxed else 0
     while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
-        middle = (low + best.peak_bytes) // 2
+        middle = min((low + best.peak_bytes) // 2, int(1.1 * low) + 1)
         found = cheapest(problem, middle, groups)
         if found is None:
             low = middle
@@ -80,27 +85,20 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     return best
 
 
-def _solve(problem: Problem, groups: Sequence[int], limit: int | None) -> Solution | None:
-    """Solve, simulate and add positions until the plan fits, or with no limit gets no better."""
+def _solve(problem: Problem, groups: Sequence[int], limit: int) -> Solution | None:
+    """Solve, simulate and add positions until the plan fits."""
     model = _Model(problem, groups)
     slack: dict[int, int] = dict.fromkeys(_positions(problem), 0)
-    best: Solution | None = None
     for _ in range(ROUNDS):
         solved = model.solve(slack, limit)
         if solved is None:
-            break
-        again, gap, modelled = solved
+            return None
+        again, gap, _ = solved
         outcome = simulate(problem, again)
-        if best is None or outcome.peak_bytes < best.peak_bytes:
-            best = Solution(again, outcome.peak_bytes, problem.cost(again), gap)
-        bound = modelled if limit is None else limit
-        if outcome.peak_bytes <= bound:
-            break
-        if not _tighten(slack, outcome.live, outcome.at, bound):
-            break
-    if best is None or limit is not None and best.peak_bytes > limit:
-        return None
-    return best
+        if outcome.peak_bytes <= limit:
+            return Solution(again, outcome.peak_bytes, problem.cost(again), gap)
+        _tighten(slack, outcome.live, outcome.at, limit)
+    return None
 
 
 def _positions(problem: Problem) -> Iterable[int]:
@@ -110,8 +108,8 @@ def _positions(problem: Problem) -> Iterable[int]:
             if low < high}
 
 
-def _tighten(slack: dict[int, int], live: Sequence[int], at: Sequence[int], bound: int) -> bool:
-    """Add the worst position of each stretch above `bound`, or hold it to less; False if none."""
+def _tighten(slack: dict[int, int], live: Sequence[int], at: Sequence[int], bound: int) -> None:
+    """Add the worst position of each stretch above `bound`, or hold it to less."""
     worst: dict[int, tuple[int, int]] = {}  # by stretch: excess, position
     stretch = 0
     for size, position in zip(live, at):
@@ -121,7 +119,6 @@ def _tighten(slack: dict[int, int], live: Sequence[int], at: Sequence[int], boun
             worst[stretch] = size - bound, position
     for excess, position in worst.values():
         slack[position] = slack[position] + excess if position in slack else 0
-    return bool(worst)
 
 
 @dataclass
@@ -171,9 +168,12 @@ class _Model:
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
 
-    def solve(self, slack: dict[int, int],
-              limit: int | None) -> tuple[frozenset[int], float, int] | None:
-        """(operations to run again, gap, modelled peak bytes), or None if nothing fits."""
+    def solve(self, slack: dict[int, int], limit: int | None,
+              relaxed: bool = False) -> tuple[frozenset[int], float, int] | None:
+        """(operations to run again, gap, modelled peak bytes), or None if nothing fits.
+
+        Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
+        """
         rows, chains = _Rows(), {}
         self._available(rows)
         for position, less in slack.items():
@@ -181,7 +181,7 @@ class _Model:
             self._fits(rows, chains, position, less)
         columns = self.peak + 1 + len(chains)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
-        integral[:self.decisions] = 1
+        integral[:self.decisions] = not relaxed
         upper[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
         found = milp(cost, integrality=integral, bounds=Bounds(0, upper),

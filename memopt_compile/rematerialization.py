@@ -11,16 +11,15 @@ Views are no values: they live with the storage that they show, and are taken ag
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import fx
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
-from .pieces import label, longest_repetition
+from .recomputing import overwritten_early
 from .step_graph import (
     WAIT,
     Phase,
@@ -30,7 +29,6 @@ from .step_graph import (
 )
 
 NEVER = 10**9  # a position behind every other
-SHORTEST = 2  # operations: a linear layer and its activation
 
 
 @dataclass
@@ -149,13 +147,6 @@ def latest_runs(values: list[Value], operations: list[Operation]) -> list[int]:
     return latest
 
 
-def overwritten_early(step: StepGraph) -> set[fx.Node]:
-    """Storages that something overwrites before the update: too early to read them again."""
-    roots = storage_roots(step.graph)
-    return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
-            for argument in mutated_args(node) for root in roots[argument]}
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Live bytes of the schedule that a choice gives; `at` has the position in the old order of
@@ -220,96 +211,3 @@ def simulate(problem: Problem, again: Collection[int]) -> Outcome:
         return problem.workspace(operations[key[1]].node if isinstance(key, tuple) else key)
 
     return Outcome(live_bytes(order, Lifetimes(size, touched, life.kept, born), held), at)
-
-
-# ------------------------------------------------------------------- the rewrite
-
-
-def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Give backward its own copy of each value in `again`; returns original by copy.
-
-    A copy stands right before its first reader, so that it lives no longer than it must; the items
-    of an operator with several results stand behind it.
-    """
-    copy_of: dict[fx.Node, fx.Node] = {}
-    copies: dict[fx.Node, fx.Node] = {}
-    for reader in list(step.computing()):
-        if step.phase(reader) is Phase.FORWARD:
-            continue
-        for value in _needed(reader.all_input_nodes, again, copy_of):
-            with step.graph.inserting_before(reader):
-                copy = step.graph.node_copy(value, lambda n: copy_of.get(n, n))
-            step.phases[copy] = Phase.BACKWARD
-            copy_of[value] = copy
-            copies[copy] = value
-        for value in reader.all_input_nodes:
-            if value in copy_of and reader not in copies:
-                reader.replace_input_with(value, copy_of[value])
-    return copies
-
-
-def _needed(values: Iterable[fx.Node], again: set[fx.Node],
-            done: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """What has to be computed again for `values`, operands first."""
-    order: dict[fx.Node, None] = {}
-
-    def visit(value: fx.Node) -> None:
-        if value in again and value not in done and value not in order:
-            for operand in value.all_input_nodes:
-                visit(operand)
-            order[value] = None
-            order.update(dict.fromkeys(u for u in value.users if u.target is operator.getitem
-                                       and u in again and u not in done))
-
-    for value in values:
-        visit(value)
-    return list(order)
-
-
-# ------------------------------------------------------------------- equal operations
-
-
-def groups(problem: Problem) -> list[int]:
-    """A number for each operation, equal for those that are decided together.
-
-    Those are the operations in the same place of equal micro-batches, and of equal layers in one
-    of the stretches into which `halves` cuts these.
-    """
-    operations = problem.operations
-    known: dict[tuple[str, bool], int] = {}
-    labels = np.array([known.setdefault((label(o.node), o.again), len(known)) for o in operations],
-                      dtype=np.int64)
-    backward = np.cumsum([not f for f in problem.forward])  # nodes of backward so far
-    number = list(range(len(operations)))
-
-    def tie(low: int, high: int) -> None:
-        found = longest_repetition(labels[low:high], SHORTEST) if high - low > 2 * SHORTEST else None
-        if found is None:
-            return
-        start, period, times = low + found[0], found[1], found[2] // found[1]
-        end = start + times * period
-        tie(low, start)
-        tie(end, high)
-        separate = backward[operations[start + period].position] > backward[operations[start].position]
-        if separate:  # micro-batches
-            tie(start, start + period)
-        for turn, of in enumerate([0] * times if separate else halves(times)):
-            for i in range(period):
-                number[start + turn * period + i] = number[start + of * period + i]
-
-    tie(0, len(operations))
-    return number
-
-
-def halves(count: int) -> list[int]:
-    """For each of `count` turns, the first of its stretch: half of them, half of the rest, and so
-    on. Stretches of these sizes add up to any number of turns.
-
-    >>> halves(6)
-    [0, 0, 0, 3, 3, 5]
-    """
-    first: list[int] = []
-    while len(first) < count:
-        size = (count - len(first) + 1) // 2
-        first += [len(first)] * size
-    return first

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from . import timeline as drawing
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
+from .memory_plan import MemoryPlan
 from .options import format_bytes
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
 from .step_pass import PassRecord
@@ -75,6 +76,7 @@ class Report:
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
         formula: with dynamic shapes, the peak bytes of the schedule in its sizes, a sympy
             expression; `sizes` has what they were. Other bytes are of these sizes.
+        plan: what becomes of each activation, where the budget needed a decision.
     """
 
     kind: str
@@ -97,6 +99,7 @@ class Report:
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
     formula: Any = None
     sizes: dict[Any, int] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
 
     @classmethod
     def of(cls, record: Compilation, others: Sequence[Compilation] = ()) -> Report:
@@ -125,6 +128,7 @@ class Report:
             timelines={label: _points(each) for label, each in lines.items() if each},
             formula=peak_formula(step) if sizes else None,
             sizes=sizes,
+            plan=step.plan if step else None,
         )
 
     @property
@@ -143,7 +147,8 @@ class Report:
                      f"Predicted memory of {self.where or 'the step'}")
 
     def __str__(self) -> str:
-        parts = [self._headline(), self._summary(), self._pass_table(), self._peak_table()]
+        parts = [self._headline(), self._summary(), self._pass_table(), self._plan_table(),
+                 self._peak_table()]
         if self.others:
             lines = [f"  {other._headline()}: {other._peak_line()}" for other in self.others]
             parts.append("\n".join(["other graphs of this function:", *lines]))
@@ -171,6 +176,8 @@ class Report:
             rows.append(("before passes", format_bytes(self.before_peak_bytes)))
         if self.budget_bytes is not None:
             rows.append(("budget", format_bytes(self.budget_bytes)))
+        if self.plan is not None:
+            rows.append(("plan", str(self.plan)))
         if self.largest_difference is not None:
             rows.append(("verified", f"{self.largest_difference:.1e} from eager, relative"))
         if self.resident_bytes is not None:
@@ -186,6 +193,15 @@ class Report:
         rows = [_pass_row(each, self.resident_bytes or 0) for each in self.passes]
         head = ["pass", "peak before", "peak after", "saved", "seconds", "operators"]
         return _table(rows, head, right=(1, 2, 3, 4))
+
+    def _plan_table(self) -> str:
+        if self.plan is None:
+            return ""
+        rows = [row[:-1] + [_short(row[-1])] for row in self.plan.rows()[:LINES]]
+        left = len(self.plan.decisions) - len(rows)
+        return ("activations between forward and backward, by what they hold:\n"
+                + _table(rows, list(self.plan.HEAD), right=(2, 4))
+                + (f"\n  and {left} more" if left else ""))
 
     def _peak_table(self) -> str:
         if not self.peak_at:

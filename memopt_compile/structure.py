@@ -15,6 +15,7 @@ import numpy as np
 from torch import fx
 
 from .pieces import body, label, longest_repetition
+from .rematerialization import Problem
 from .step_graph import Phase, StepGraph
 
 SHORTEST = 2  # operators: a linear layer and its activation
@@ -65,3 +66,49 @@ def _found(step: StepGraph, nodes: Sequence[fx.Node], labels: np.ndarray, low: i
     if phase is None:
         yield from _found(step, nodes, labels, start, start + period)
     yield from _found(step, nodes, labels, start + times * period, high)
+
+
+def groups(problem: Problem) -> list[int]:
+    """A number for each operation, equal for those that are decided together.
+
+    Those are the operations in the same place of equal micro-batches, and of equal layers in one
+    of the stretches into which `halves` cuts these.
+    """
+    operations = problem.operations
+    known: dict[tuple[str, bool], int] = {}
+    labels = np.array([known.setdefault((label(o.node), o.again), len(known)) for o in operations],
+                      dtype=np.int64)
+    backward = np.cumsum([not f for f in problem.forward])  # nodes of backward so far
+    number = list(range(len(operations)))
+
+    def tie(low: int, high: int) -> None:
+        found = longest_repetition(labels[low:high], SHORTEST) if high - low > 2 * SHORTEST else None
+        if found is None:
+            return
+        start, period, times = low + found[0], found[1], found[2] // found[1]
+        end = start + times * period
+        tie(low, start)
+        tie(end, high)
+        separate = backward[operations[start + period].position] > backward[operations[start].position]
+        if separate:  # micro-batches
+            tie(start, start + period)
+        for turn, of in enumerate([0] * times if separate else halves(times)):
+            for i in range(period):
+                number[start + turn * period + i] = number[start + of * period + i]
+
+    tie(0, len(operations))
+    return number
+
+
+def halves(count: int) -> list[int]:
+    """For each of `count` turns, the first of its stretch: half of them, half of the rest, and so
+    on. Stretches of these sizes add up to any number of turns.
+
+    >>> halves(6)
+    [0, 0, 0, 3, 3, 5]
+    """
+    first: list[int] = []
+    while len(first) < count:
+        size = (count - len(first) + 1) // 2
+        first += [len(first)] * size
+    return first

@@ -21,10 +21,11 @@ import torch
 from memopt_compile import planner
 from memopt_compile.liveness import resident_bytes
 from memopt_compile.memory_plan import Decision, MemoryPlan
-from memopt_compile.rematerialization import Problem, groups, problem
+from memopt_compile.rematerialization import Problem, problem
 from memopt_compile.seconds import roofline
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
+from memopt_compile.structure import groups
 
 
 @dataclass(frozen=True)

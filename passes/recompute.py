@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from memopt_compile.rematerialization import recompute
+from memopt_compile.recomputing import recompute
 from memopt_compile.step_graph import Phase, StepGraph, aliased_args
 from memopt_compile.step_pass import StepPass
 

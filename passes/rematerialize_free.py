@@ -32,7 +32,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import weight
-from memopt_compile.rematerialization import overwritten_early, recompute
+from memopt_compile.recomputing import overwritten_early, recompute
 from memopt_compile.step_graph import (
     OPERATOR,
     WAIT,

@@ -1,0 +1,58 @@
+"""Run operators of forward again in backward: the rewrite that two passes share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from torch import fx
+
+from .step_graph import Phase, StepGraph, mutated_args, storage_roots
+
+
+def overwritten_early(step: StepGraph) -> set[fx.Node]:
+    """Storages that something overwrites before the update: too early to read them again."""
+    roots = storage_roots(step.graph)
+    return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
+            for argument in mutated_args(node) for root in roots[argument]}
+
+
+def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Give backward its own copy of each value in `again`; returns original by copy.
+
+    A copy stands right before its first reader, so that it lives no longer than it must; the items
+    of an operator with several results stand behind it.
+    """
+    copy_of: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader in list(step.computing()):
+        if step.phase(reader) is Phase.FORWARD:
+            continue
+        for value in _needed(reader.all_input_nodes, again, copy_of):
+            with step.graph.inserting_before(reader):
+                copy = step.graph.node_copy(value, lambda n: copy_of.get(n, n))
+            step.phases[copy] = Phase.BACKWARD
+            copy_of[value] = copy
+            copies[copy] = value
+        for value in reader.all_input_nodes:
+            if value in copy_of and reader not in copies:
+                reader.replace_input_with(value, copy_of[value])
+    return copies
+
+
+def _needed(values: Iterable[fx.Node], again: set[fx.Node],
+            done: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """What has to be computed again for `values`, operands first."""
+    order: dict[fx.Node, None] = {}
+
+    def visit(value: fx.Node) -> None:
+        if value in again and value not in done and value not in order:
+            for operand in value.all_input_nodes:
+                visit(operand)
+            order[value] = None
+            order.update(dict.fromkeys(u for u in value.users if u.target is operator.getitem
+                                       and u in again and u not in done))
+
+    for value in values:
+        visit(value)
+    return list(order)

@@ -1,0 +1,184 @@
+import dataclasses
+
+import pytest
+import torch
+from graphs import by_hand, check, gradient, mlp, outcome, seed, training_step, values_for
+from torch import nn
+
+from memopt_compile.backends import eager
+from memopt_compile.liveness import timeline
+from memopt_compile.memory_plan import MemoryPlan
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.plan_memory import PlanMemory
+from memopt_compile.passes.recompute import Recompute
+from memopt_compile.passes.release_gradients import ReleaseGradients
+from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.step_graph import Phase
+
+CPU = torch.device("cpu")
+
+
+def doubles(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def plan(*again):
+    return MemoryPlan(0, 0, 0.0, 0.0, (), frozenset(again))
+
+
+def two_layers():
+    def layer(p, q, x):
+        hidden = torch.mm(x, p)
+        active = torch.tanh(hidden)
+        loss = torch.mm(active, q).sum()
+        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
+        of_q = gradient(torch.mm(active.t(), upstream))
+        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t()) * torch.cos(hidden)))
+        return loss, of_q, of_p
+
+    return by_hand(layer, ("p", doubles(4, 4)), ("p", doubles(4, 4)), ("x", doubles(8, 4)))
+
+
+def test_golden():
+    step = two_layers()
+    step.plan = plan("mm", "tanh")
+    check(step, Recompute())
+    assert step.text() == """\
+p0: f64[4, 4]  # parameter trained
+p1: f64[4, 4]  # parameter trained
+x0: f64[8, 4]  # batch
+forward:
+  mm_0: f64[8, 4] = mm(x0, p0)
+  tanh_0: f64[8, 4] = tanh(mm_0)
+  mm_1: f64[8, 4] = mm(tanh_0, p1)
+  sum_0: f64[] = sum(mm_1)
+backward:
+  full_0: f64[] = full([], 1, device=cpu, dtype=torch.float64, pin_memory=False)
+  expand_0: f64[8, 4] = expand(full_0, [8, 4])
+  mm_2: f64[8, 4] = mm(x0, p0)
+  tanh_1: f64[8, 4] = tanh(mm_2)
+  t_0: f64[4, 8] = t(tanh_1)
+  mm_3: f64[4, 4] = mm(t_0, expand_0)
+  t_1: f64[4, 8] = t(x0)
+  t_2: f64[4, 4] = t(p1)
+  mm_4: f64[8, 4] = mm(expand_0, t_2)
+  cos_0: f64[8, 4] = cos(mm_2)
+  mul_0: f64[8, 4] = mul(mm_4, cos_0)
+  mm_5: f64[4, 4] = mm(t_1, mul_0)
+return sum_0, mm_3, mm_5
+"""
+
+
+def test_refusals():
+    step = two_layers()
+    assert "keeps every activation" in Recompute().requires(step)
+    step.plan = plan()
+    assert "keeps every activation" in Recompute().requires(step)
+    step.plan = plan("never")
+    assert "never" in Recompute().ensures(step)
+
+
+def prepared(model, **settings):
+    step = training_step(model, **settings)
+    for each in (Canonicalize(), ReleaseGradients(), ScheduleForPeak()):
+        each.run(step)
+    return step
+
+
+def budgeted(step, share):
+    """Plan and rewrite `step` for a share of its transient peak; the plan."""
+    before = timeline(step)
+    limit = before.resident_bytes + int(share * before.transient_peak_bytes)
+    check(step, PlanMemory(limit, CPU))
+    if step.plan is not None:
+        check(step, Recompute())
+        assert timeline(step).transient_peak_bytes == step.plan.peak_bytes
+    return step.plan
+
+
+def gelus(layers=8, width=32):
+    torch.manual_seed(0)
+    blocks = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*blocks, nn.Linear(width, 4)).double()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+@pytest.mark.parametrize("settings", [{}, {"clip": 1.0}, {"micro_batches": 2}], ids=str)
+def test_the_peak_falls_to_the_limit(share, settings):
+    step = prepared(gelus(), batch=128, **settings)
+    limit = int(share * timeline(step).transient_peak_bytes)
+    found = budgeted(step, share)
+    assert found.fits and found.peak_bytes <= limit
+    assert found.chosen("recompute") and found.chosen("keep")
+
+
+def test_a_step_that_fits_has_no_plan():
+    assert budgeted(prepared(mlp()), 1.0) is None
+
+
+def test_without_backward_there_is_nothing_to_plan():
+    step = by_hand(lambda p: (p * 2,), ("p", doubles(4)))
+    assert "no backward" in PlanMemory(1, CPU).requires(step)
+
+
+def test_the_smallest_peak_where_nothing_fits():
+    step = prepared(gelus(), batch=128)
+    before = timeline(step).transient_peak_bytes
+    found = budgeted(step, 0.01)
+    assert not found.fits and found.peak_bytes < 0.6 * before
+
+
+def test_no_random_number_is_drawn_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (
+        nn.Linear(32, 32), nn.Dropout(0.5), nn.GELU())], nn.Linear(32, 4)).double()
+    step = prepared(model, batch=128)
+    draws = sum("dropout" in str(n.target) and "backward" not in str(n.target)
+                for n in step.computing())
+    found = budgeted(step, 0.8)
+    assert found.chosen("recompute")
+    assert draws == 6 == sum("dropout" in str(n.target) and "backward" not in str(n.target)
+                             for n in step.computing())
+
+
+class Normed(nn.Module):
+    """Batch normalization in training mode overwrites its statistics in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(torch.relu(self.first(x)))))
+
+
+def test_what_reads_overwritten_statistics_runs_once():
+    torch.manual_seed(0)
+    step = prepared(Normed().double(), batch=256)
+    budgeted(step, 0.6)
+    copies = sum("batch_norm" in str(n.target) and "backward" not in str(n.target)
+                 for n in step.computing())
+    assert copies == 1
+
+
+def test_plans_print():
+    step = prepared(gelus(), batch=128)
+    found = budgeted(step, 0.6)
+    assert f"of {len(found.decisions)} activations" in str(found)
+    assert "recompute" in found.table() and "f64[128, 32]" in found.table()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.seconds = 0
+
+
+def test_a_copy_of_a_step_is_the_same_step():
+    step = prepared(gelus(), batch=16)
+    values = values_for(step)
+    twin = step.copy()
+    assert twin.text() == step.text()
+    twin.verify()
+    assert [n.name for n in twin.gradients] == [n.name for n in step.gradients]
+    for a, b in zip(outcome(eager.lower(step), values), outcome(eager.lower(twin), values)):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    budgeted(twin, 0.6)
+    assert twin.text() != step.text() and step.plan is None
+    assert all(step.phase(n) in Phase for n in step.computing())
