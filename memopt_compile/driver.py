@@ -22,7 +22,7 @@ from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, MemoptError, OptionError
 from .liveness import timeline
 from .options import Options, format_bytes, refuse_unbuilt
-from .records import Compilation, remember
+from .records import Compilation, captured_only, remember
 from .step_graph import Role, StepGraph
 from .verification import verifying
 
@@ -193,6 +193,9 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
     workspace = workspace_of(step, record.lowering)
     record.before = timeline(step, workspace)
     record.step = step
+    if captured_only():
+        record.captured = step
+        return eager.lower(step)
     record.observe("captured", step)
     limit = planned = record.budget_bytes()
     # Inductor allocates a little otherwise than the schedule says: how much, only its code tells.

@@ -15,8 +15,9 @@ from torch import fx
 
 from . import compat, compat_trace
 from .errors import CaptureError, MemoptError
+from .frontier import Frontier, frontier
 from .options import Options, refuse_unbuilt
-from .records import code_of, planning
+from .records import Compilation, code_of, planning
 from .render import Report
 
 _numbers = itertools.count()
@@ -26,7 +27,7 @@ class _Planned(BaseException):
     """Ends the call of a step once it is planned. No `Exception`, so that Dynamo lets it by."""
 
 
-def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report:
+def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Frontier:
     """The report that compiling `step` with `options` and calling it on `args` would give.
 
     Nothing of the step runs: parameters, gradients, optimizer state and random numbers stay as
@@ -36,13 +37,29 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report:
     Args:
         step: a function, method or module; if compiled, the function behind it is planned.
         args: what the step would be called with.
-        options: the fields of `Options`.
+        options: the fields of `Options`. `memory_budget` may be a list: then the result is the
+            `Frontier` of the step's peak against its time, with a plan for each.
 
     Raises:
         OptionError: an option is wrong, or `step` is no Python function.
         InfeasibleBudget: no plan fits `memory_budget`.
         CaptureError: no graph could be traced from the start of `step`.
     """
+    budgets = options.get("memory_budget")
+    if not isinstance(budgets, list | tuple):
+        return Report.of(_compiled(step, args, options))
+    for budget in budgets:
+        Options.from_dict({**options, "memory_budget": budget})
+    record = _compiled(step, args, {**options, "memory_budget": None}, captured_only=True)
+    if record.captured is None:
+        raise CaptureError(f"there is no whole step to plan: {record.reason or 'no backward() in it'}",
+                           where=record.where, do="see memopt.explain with one budget or none")
+    return frontier(record, [b for b in budgets if b is not None])
+
+
+def _compiled(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
+              captured_only: bool = False) -> Compilation:
+    """The record of compiling `step` for `args`, without running anything of it."""
     refuse_unbuilt(Options.from_dict(options))
     plan = _Plan(options)
     compiled = torch.compile(_copy(step), backend=plan)
@@ -50,7 +67,7 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report:
         raise CaptureError("torch.compile is switched off in this process", where="explain",
                            do="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE")
     signal, failure = _Planned(), None
-    with (planning() as records, _optimizers_restored(), torch.compiler.set_stance("default"),
+    with (planning(captured_only) as records, _optimizers_restored(), torch.compiler.set_stance("default"),
           compat_trace.raising_after_first_frame(signal)):
         try:
             compiled(*args)
@@ -65,7 +82,7 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report:
                            where=f"{code.co_qualname} at line {code.co_firstlineno}",
                            do="move what comes before the forward out of the step; "
                            'TORCH_LOGS="graph_breaks" shows where tracing stops')
-    return Report.of(records[-1])
+    return records[-1]
 
 
 class _Plan:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from .rematerialization import NEVER, Problem, latest_runs, simulate
 
@@ -43,6 +43,7 @@ ROUNDS = 24  # of adding positions
 RESOLUTION = 0.02  # of the smallest peak
 GAP = 0.005
 SECONDS = 10.0  # for one solution
+TINY = 1e-6  # of the peak: smaller values count as alive
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int]) -> Solut
     """
     if max(problem.live, default=0) <= limit_bytes:
         return Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    return _solve(problem, groups, limit_bytes)
+    return _cheapest(_Model(problem, groups), limit_bytes)
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
@@ -73,11 +74,12 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     low ones first.
     """
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    relaxed = _Model(problem, groups).solve(dict.fromkeys(_positions(problem), 0), None, relaxed=True)
+    model = _Model(problem, groups)
+    relaxed = model.solve(dict.fromkeys(_positions(problem), 0), None, relaxed=True)
     low = relaxed[2] if relaxed else 0
     while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
         middle = min((low + best.peak_bytes) // 2, int(1.1 * low) + 1)
-        found = cheapest(problem, middle, groups)
+        found = _cheapest(model, middle)
         if found is None:
             low = middle
         else:
@@ -85,9 +87,9 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     return best
 
 
-def _solve(problem: Problem, groups: Sequence[int], limit: int) -> Solution | None:
+def _cheapest(model: _Model, limit: int) -> Solution | None:
     """Solve, simulate and add positions until the plan fits."""
-    model = _Model(problem, groups)
+    problem = model.problem
     slack: dict[int, int] = dict.fromkeys(_positions(problem), 0)
     for _ in range(ROUNDS):
         solved = model.solve(slack, limit)
@@ -137,10 +139,9 @@ class _Rows:
             self.entry.append(entry)
         self.low.append(low)
 
-    def constraint(self, columns: int) -> LinearConstraint:
-        shape = len(self.low), columns
-        matrix = coo_array((self.entry, (self.row, self.column)), shape=shape)
-        return LinearConstraint(matrix.tocsr(), lb=np.array(self.low))
+    def matrix(self, columns: int) -> csr_array:
+        return coo_array((self.entry, (self.row, self.column)),
+                         shape=(len(self.low), columns)).tocsr()
 
 
 class _Model:
@@ -159,11 +160,15 @@ class _Model:
         self.unit = float(max(problem.live, default=1) or 1)  # bytes
         self.first = [min((problem.values[v].first for v in o.makes), default=NEVER)
                       for o in problem.operations]
-        self.readers: list[list[int]] = [[] for _ in problem.values]
+        self.readers: list[list[int]] = [[] for _ in problem.values]  # that may run again
         for x, operation in enumerate(problem.operations):
             if self.run[x] is not None:
                 for u in operation.reads:
                     self.readers[u].append(x)
+        self.rows = _Rows()
+        self.chains: dict[tuple[int, int], int] = {}  # the variables a
+        self.fits: dict[int, int] = {}  # the row of each position that is written out
+        self._available()
         latest = latest_runs(problem.values, problem.operations)
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
@@ -174,18 +179,20 @@ class _Model:
 
         Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
         """
-        rows, chains = _Rows(), {}
-        self._available(rows)
+        for position in slack:
+            if position not in self.fits:
+                self._chains(position)
+                self._fits(position)
+        low = np.array(self.rows.low)
         for position, less in slack.items():
-            self._chains(rows, chains, position)
-            self._fits(rows, chains, position, less)
-        columns = self.peak + 1 + len(chains)
+            low[self.fits[position]] += less / self.unit
+        columns = self.peak + 1 + len(self.chains)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
         integral[:self.decisions] = not relaxed
         upper[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
         found = milp(cost, integrality=integral, bounds=Bounds(0, upper),
-                     constraints=rows.constraint(columns),
+                     constraints=LinearConstraint(self.rows.matrix(columns), lb=low),
                      options={"mip_rel_gap": GAP, "time_limit": SECONDS})
         if found.x is None:
             return None
@@ -201,19 +208,19 @@ class _Model:
                 cost[r] += operation.seconds / total * (1e-4 if for_peak else 1.0)
         cost[self.peak] = 1.0 if for_peak else 1e-6
 
-    def _available(self, rows: _Rows) -> None:
+    def _available(self) -> None:
         for v, value in enumerate(self.problem.values):
             made = self._term(value.operation)
             if value.needed:
-                rows.add(1, [(1, self.kept + v), *made])
+                self.rows.add(1, [(1, self.kept + v), *made])
             for x in self.readers[v]:
-                rows.add(0, [(1, self.kept + v), *made, (-1, self.run[x])])
+                self.rows.add(0, [(1, self.kept + v), *made, (-1, self.run[x])])
 
     def _term(self, operation: int) -> list[tuple[float, int]]:
         r = self.run[operation]
         return [] if r is None else [(1, r)]
 
-    def _chains(self, rows: _Rows, chains: dict[tuple[int, int], int], position: int) -> None:
+    def _chains(self, position: int) -> None:
         """Operations that have run again by `position` because another has, last ones first."""
         for o in range(len(self.problem.operations) - 1, -1, -1):
             operation = self.problem.operations[o]
@@ -221,32 +228,32 @@ class _Model:
                 continue
             for u in operation.makes:
                 for x in self.readers[u]:
-                    by = self._by(chains, x, position)
+                    by = self._by(x, position)
                     if by is not None:
-                        a = chains.setdefault((o, position), self.peak + 1 + len(chains))
-                        rows.add(0, [(1, a), (1, self.kept + u), (-1, by)])
+                        a = self.chains.setdefault((o, position), self.peak + 1 + len(self.chains))
+                        self.rows.add(0, [(1, a), (1, self.kept + u), (-1, by)])
 
-    def _by(self, chains: dict[tuple[int, int], int], x: int, position: int) -> int | None:
+    def _by(self, x: int, position: int) -> int | None:
         """The variable that says whether x has run again by `position`; None if it cannot have."""
-        return self.run[x] if self.first[x] <= position else chains.get((x, position))
+        return self.run[x] if self.first[x] <= position else self.chains.get((x, position))
 
-    def _fits(self, rows: _Rows, chains: dict[tuple[int, int], int], position: int,
-              less: int) -> None:
+    def _fits(self, position: int) -> None:
         terms: list[tuple[float, int]] = [(1.0, self.peak)]
-        fixed = self.problem.live[position] + less
+        fixed = self.problem.live[position]
         for v, value in enumerate(self.problem.values):
             size = value.nbytes / self.unit
-            if not size or value.last >= position:
+            if size < TINY or value.last >= position:
                 continue
             if value.needed and position < value.first:  # in its gap
                 if self.run[value.operation] is None:
                     continue  # alive as it is
                 fixed -= value.nbytes
                 terms.append((-size, self.kept + v))
-                if (a := chains.get((value.operation, position))) is not None:
+                if (a := self.chains.get((value.operation, position))) is not None:
                     terms.append((-size, a))
             elif not value.needed and position <= self.until[v]:  # only others' operand
                 terms.append((-size, self.kept + v))
             elif value.needed and value.final < position <= self.until[v]:  # operand of late ones
                 terms.append((-size, self.kept + v))
-        rows.add(fixed / self.unit, terms)
+        self.fits[position] = len(self.rows.low)
+        self.rows.add(fixed / self.unit, terms)

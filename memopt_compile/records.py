@@ -33,7 +33,7 @@ class Compilation:
     the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
     step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
     before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
-    the lowering generated; `folder` is where `dump` wrote; `largest_difference` is that of the first
+    the lowering generated; `captured` is the step before any pass, kept for a `frontier`; `folder` is where `dump` wrote; `largest_difference` is that of the first
     step from eager, if `options.verify` asked for it.
     """
 
@@ -44,6 +44,7 @@ class Compilation:
     reason: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     step: StepGraph | None = None
+    captured: StepGraph | None = None
     before: Timeline | None = None
     after: Timeline | None = None
     passes: tuple = ()
@@ -144,6 +145,7 @@ class Compilation:
 # By identity: equal code objects of two functions are not one function.
 _compilations: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _planned: ContextVar[list[Compilation] | None] = ContextVar("planned", default=None)
+_captured_only: ContextVar[bool] = ContextVar("captured_only", default=False)
 
 
 def remember(frame: Any, compilation: Compilation) -> None:
@@ -159,14 +161,22 @@ def remember(frame: Any, compilation: Compilation) -> None:
 
 
 @contextlib.contextmanager
-def planning() -> Iterator[list[Compilation]]:
-    """Collect what is compiled inside, and keep it out of every `report`."""
+def planning(captured_only: bool = False) -> Iterator[list[Compilation]]:
+    """Collect what is compiled inside, and keep it out of every `report`.
+
+    `captured_only` stops before the passes: the records have the `captured` steps.
+    """
     collected: list[Compilation] = []
-    token = _planned.set(collected)
+    tokens = _planned.set(collected), _captured_only.set(captured_only)
     try:
         yield collected
     finally:
-        _planned.reset(token)
+        _planned.reset(tokens[0])
+        _captured_only.reset(tokens[1])
+
+
+def captured_only() -> bool:
+    return _captured_only.get()
 
 
 def code_of(step: Callable[..., Any]) -> CodeType:

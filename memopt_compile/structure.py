@@ -75,8 +75,8 @@ def groups(problem: Problem) -> list[int]:
     of the stretches into which `halves` cuts these.
     """
     operations = problem.operations
-    known: dict[tuple[str, bool], int] = {}
-    labels = np.array([known.setdefault((label(o.node), o.again), len(known)) for o in operations],
+    known: dict[str, int] = {}
+    labels = np.array([known.setdefault(label(o.node), len(known)) for o in operations],
                       dtype=np.int64)
     backward = np.cumsum([not f for f in problem.forward])  # nodes of backward so far
     number = list(range(len(operations)))
@@ -97,7 +97,7 @@ def groups(problem: Problem) -> list[int]:
                 number[start + turn * period + i] = number[start + of * period + i]
 
     tie(0, len(operations))
-    return number
+    return [n if o.again else -1 for n, o in zip(number, operations)]
 
 
 def halves(count: int) -> list[int]:

@@ -12,11 +12,11 @@ from memopt_compile.measure import Measurement
 Timeline = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 900, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 876, 92, 404  # the plot's edges inside the picture
+LEFT, RIGHT, TOP, BOTTOM = 76, 876, 92, 404  # the plot's edges inside the picture
 _COLORS = 4  # how many lines look different
 
 # Colours that people with any colour vision tell apart, in a light and a dark set.
-_STYLE = """
+STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --faint: #59636e; --grid: #e3e7eb; --budget: #b3261e;
   --c0: #0b6bb8; --c1: #c2550a; --c2: #00795c; --c3: #a3447f; background: var(--page);
   font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -51,40 +51,40 @@ def draw(
     lines = {label: _stretched(_points(each), timed) for label, each in named.items()}
     end = max(line[-1][0] for line in lines.values()) or 1.0
     peak = max(value for line in lines.values() for _, value in line)
-    step, top = _scale(max(peak, budget_bytes or 0) / 2**20)
+    step, top = scale(max(peak, budget_bytes or 0) / 2**20)
 
     def x(position: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * position / end
+        return LEFT + (RIGHT - LEFT) * position / end
 
     def y(size: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * size / 2**20 / top
+        return BOTTOM - (BOTTOM - TOP) * size / 2**20 / top
 
-    parts = [f'<text class="title" x="{_LEFT}" y="32">{escape(title)}</text>']
+    parts = [f'<text class="title" x="{LEFT}" y="32">{escape(title)}</text>']
     for tick in range(round(top / step) + 1):
         at, label = y(tick * step * 2**20), f"{tick * step:,.10g}"
-        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>')
-        parts.append(f'<text class="faint" x="{_LEFT - 8}" y="{at + 4:.1f}" {_END}>{label}</text>')
-    parts.append(f'<text class="faint" x="{_LEFT - 8}" y="{_TOP - 14}" {_END}>MiB</text>')
-    step, _ = _scale(end)
+        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
+        parts.append(f'<text class="faint" x="{LEFT - 8}" y="{at + 4:.1f}" {_END}>{label}</text>')
+    parts.append(f'<text class="faint" x="{LEFT - 8}" y="{TOP - 14}" {_END}>MiB</text>')
+    step, _ = scale(end)
     for tick in range(math.floor(end / step + 1e-9) + 1):
         at, label = x(tick * step), f"{tick * step:,.10g}"
-        parts.append(f'<text class="faint" x="{at:.1f}" y="{_BOTTOM + 20}" {_MID}>{label}</text>')
+        parts.append(f'<text class="faint" x="{at:.1f}" y="{BOTTOM + 20}" {_MID}>{label}</text>')
     axis = "milliseconds" if timed else "progress through the call (%)"
-    middle = (_LEFT + _RIGHT) / 2
-    parts.append(f'<text class="faint" x="{middle}" y="{_BOTTOM + 42}" {_MID}>{axis}</text>')
+    middle = (LEFT + RIGHT) / 2
+    parts.append(f'<text class="faint" x="{middle}" y="{BOTTOM + 42}" {_MID}>{axis}</text>')
 
     numbers: list[tuple[float, float]] = []  # where peaks' numbers already stand
-    labels, legend = [], float(_LEFT)
+    labels, legend = [], float(LEFT)
     for index, (label, line) in enumerate(lines.items()):
         color = f"var(--c{index % _COLORS})"
         trace = _trace([(x(position), y(size)) for position, size in line])
-        shut = f"{trace}V{y(0):.1f}H{_LEFT}Z"
+        shut = f"{trace}V{y(0):.1f}H{LEFT}Z"
         parts.append(f'<path class="area" style="fill:{color}" d="{shut}"/>')
         parts.append(f'<path class="line" style="stroke:{color}" d="{trace}"/>')
         position, size = max(line, key=lambda point: point[1])
         at, height = x(position), y(size)
         parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" style="fill:{color}"/>')
-        at, height = min(max(at, _LEFT + 46), _RIGHT - 46), height - 10
+        at, height = min(max(at, LEFT + 46), RIGHT - 46), height - 10
         while any(abs(at - u) < 96 and abs(height - v) < 17 for u, v in numbers):
             height += 17  # Below the other number, where the line itself is not.
         numbers.append((at, height))
@@ -98,12 +98,12 @@ def draw(
     if budget_bytes is not None:
         at = y(budget_bytes)
         text = f"budget {budget_bytes / 2**20:,.1f} MiB"
-        parts.append(f'<path class="budget" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>')
-        place = f'x="{_RIGHT}" y="{at - 6:.1f}" {_END}'
+        parts.append(f'<path class="budget" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
+        place = f'x="{RIGHT}" y="{at - 6:.1f}" {_END}'
         labels.append(f'<text class="number over" {place}>{text}</text>')
     body = "\n".join(parts + labels)
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"'
-    picture = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<style>{_STYLE}</style>\n{body}\n'
+    picture = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<style>{STYLE}</style>\n{body}\n'
     picture += "</svg>\n"
     if Path(path).suffix == ".html":
         head = f'<meta charset="utf-8"/><meta name="color-scheme" content="light dark"/><title>{escape(title)}</title>'
@@ -125,7 +125,7 @@ def _stretched(points: Timeline, timed: bool) -> list[tuple[float, float]]:
     return [((position - start) * factor, size) for position, size in points]
 
 
-def _scale(largest: float) -> tuple[float, float]:
+def scale(largest: float) -> tuple[float, float]:
     """A round distance between ticks, and the first tick above the largest value."""
     rough = (largest or 1.0) / 7
     power = 10 ** math.floor(math.log10(rough))

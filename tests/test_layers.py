@@ -26,7 +26,7 @@ LAYERS = [
     {"liveness", "costs", "seconds", "rematerialization", "recomputing", "planner", "ordering", "pieces", "formulas", "structure", "loops", "folding"},
     {"step_pass"},
     {"passes", "backends"},
-    {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "fitting", "bench", "verification"},
+    {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "frontier", "fitting", "bench", "verification"},
     {"driver", "api"},
     {"__init__", "__main__"},
 ]

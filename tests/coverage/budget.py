@@ -1,0 +1,176 @@
+"""Budgets kept: models trained under ten budgets each, measured beside predicted, as a table.
+
+    python tests/coverage/budget.py [--only NAME ...] [--lowering eager]
+
+A budget is the step's resident bytes and a share of what it holds beyond them with no budget.
+Every run starts from the same parameters, batch and random numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import memopt_compile as memopt  # noqa: E402
+
+SHARES = (0.95, 0.86, 0.77, 0.68, 0.59, 0.5, 0.41, 0.32, 0.23, 0.14)
+STEPS = 3
+HEAD = ("model", "share", "budget", "predicted", "measured", "kept", "added seconds", "difference")
+
+
+def tokens(vocabulary: int, batch: int, length: int) -> tuple:
+    return (torch.randint(vocabulary, (batch, length)),) * 2
+
+
+def gpt() -> tuple:
+    from models import GPT, GPTConfig
+    model = GPT(GPTConfig(82, 6, 128, 4, 128, dropout=0.1))
+    return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()), tokens(82, 32, 128)
+
+
+def llama(layers: int = 12) -> tuple:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=344, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.1, use_cache=False))
+    return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(128, 8, 128)
+
+
+def bert() -> tuple:
+    from transformers import BertConfig, BertForMaskedLM
+    model = BertForMaskedLM(BertConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=512, num_hidden_layers=6,
+        num_attention_heads=4, max_position_embeddings=128))
+    return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(512, 8, 128)
+
+
+def resnet() -> tuple:
+    from models import ResNet
+    model = ResNet((16, 32, 64))
+    return (model, lambda x, y: F.cross_entropy(model(x), y),
+            (torch.randn(64, 1, 28, 28), torch.randint(10, (64,))))
+
+
+def vit() -> tuple:
+    from transformers import ViTConfig, ViTForImageClassification
+    model = ViTForImageClassification(ViTConfig(
+        hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512,
+        image_size=64, patch_size=8, hidden_dropout_prob=0.1, num_labels=10))
+    return (model, lambda x, y: F.cross_entropy(model(x).logits, y),
+            (torch.randn(16, 3, 64, 64), torch.randint(10, (16,))))
+
+
+def mixtral() -> tuple:
+    from transformers import MixtralConfig, MixtralForCausalLM
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, use_cache=False))
+    return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(128, 4, 128)
+
+
+# What makes model, loss and batch; and the number of micro-batches.
+MODELS: dict[str, tuple[Callable[[], tuple], int]] = {
+    "GPT, dropout, 4 micro-batches": (gpt, 4), "Llama, 12 layers, dropout": (llama, 1),
+    "BERT, dropout": (bert, 1), "ResNet, 2 micro-batches": (resnet, 2), "ViT, dropout": (vit, 1),
+    "Mixtral (MoE)": (mixtral, 1),
+}
+
+
+def train(name: str, budget: int | None, lowering: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The report of `STEPS` steps, and the parameters after them."""
+    make, n = MODELS[name]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, loss_of, batch = make()
+    model.train()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for inputs, targets in memopt.micro_batches(n, x, y):
+            loss = loss_of(inputs, targets) / n
+            loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, lowering=lowering, memory_budget=budget)
+    for _ in range(STEPS):
+        compiled(*batch)
+    return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
+
+
+def rows(name: str, lowering: str) -> list[list[str]]:
+    """One row for each budget, from the largest."""
+    free, expected = train(name, None, lowering)
+    resident = free.resident_bytes
+    beyond = free.measured_peak_bytes - resident
+    found = [[name, "none", "", mib(free.predicted_peak_bytes), mib(free.measured_peak_bytes), "",
+              "", ""]]
+    before = None
+    for share in SHARES:
+        budget = resident + int(share * beyond)
+        try:
+            report, got = train(name, budget, lowering)
+        except memopt.InfeasibleBudget as refusal:
+            found.append([name, f"{share:.2f}", mib(budget), "", "",
+                          "refused: " + refusal.what.split(" and the budget")[0], "", ""])
+            continue
+        seconds = report.plan.seconds if report.plan else 0.0
+        kept = "yes" if report.measured_peak_bytes <= budget else "NO"
+        if before and (report.measured_peak_bytes > before[0] or seconds < before[1]):
+            kept += ", NOT monotone"
+        before = report.measured_peak_bytes, seconds
+        difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
+                         for k in expected)
+        found.append([name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes),
+                      mib(report.measured_peak_bytes), kept, f"{1e3 * seconds:.2f} ms",
+                      f"{difference:.0e}"])
+    return found
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.one:
+        for row in rows(options.one, options.lowering):
+            print("\t".join(row), flush=True)
+        return
+    table = []
+    for name in options.only:  # each in a process of its own
+        done = subprocess.run([sys.executable, __file__, "--one", name, "--lowering",
+                               options.lowering], check=True, stdout=subprocess.PIPE, text=True)
+        table += [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+        print(tabulate(table[-len(SHARES) - 1:], HEAD, tablefmt="github", disable_numparse=True),
+              flush=True)
+    kept = [row[5] for row in table if row[2]]
+    print(f"\n{sum(k.startswith('yes') for k in kept)} budgets kept, "
+          f"{sum(k.startswith('refused') for k in kept)} refused, "
+          f"{sum(k.startswith('NO') for k in kept)} not kept, "
+          f"{sum('monotone' in k for k in kept)} not monotone; largest difference "
+          f"{max((float(row[7]) for row in table if row[7]), default=0):.0e}")
+
+
+if __name__ == "__main__":
+    main()

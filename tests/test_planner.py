@@ -1,0 +1,164 @@
+"""The planner against exhaustive search, and its simulation against the rewritten graph."""
+
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent / "passes"))
+from graphs import outcome, training_step, values_for  # noqa: E402
+
+from memopt_compile import planner  # noqa: E402
+from memopt_compile.backends import eager  # noqa: E402
+from memopt_compile.liveness import timeline  # noqa: E402
+from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
+from memopt_compile.passes.plan_memory import memory_plan  # noqa: E402
+from memopt_compile.passes.recompute import Recompute  # noqa: E402
+from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
+from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
+from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
+from memopt_compile.rematerialization import problem, simulate  # noqa: E402
+from memopt_compile.seconds import roofline  # noqa: E402
+from memopt_compile.structure import groups, halves  # noqa: E402
+
+
+class Attention(nn.Module):
+    """Pre-norm self-attention with a skip, which reads its input twice."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + torch.softmax(q @ k.t(), -1) @ v
+
+
+def stack(*kinds, times):
+    return [make() for _ in range(times) for make in kinds]
+
+
+MODELS = {
+    "linear": lambda: stack(lambda: nn.Linear(32, 32), nn.GELU, times=4),
+    "dropout": lambda: stack(lambda: nn.Linear(32, 32), lambda: nn.Dropout(0.3), nn.Tanh, times=3),
+    "attention": lambda: stack(Attention, times=3),
+    "normed": lambda: stack(lambda: nn.BatchNorm1d(32), lambda: nn.Linear(32, 32), nn.ReLU, times=3),
+}
+
+
+@functools.cache
+def prepared(name, micro_batches=1):
+    torch.manual_seed(0)
+    model = nn.Sequential(*MODELS[name](), nn.Linear(32, 4)).double()
+    step = training_step(model, torch.optim.SGD, batch=64, micro_batches=micro_batches)
+    for each in (Canonicalize(), ReleaseGradients(), ScheduleForPeak(), ReplayDropout(0)):
+        each.run(step)
+    return step
+
+
+def rewritten(step, again):
+    """A copy of `step` in which these operations run again."""
+    twin = step.copy()
+    found = problem(twin, roofline("cpu"))
+    chosen = planner.Solution(frozenset(again), 0, 0.0, 0.0)
+    twin.plan = memory_plan(found, 0, chosen)
+    Recompute().run(twin)
+    twin.verify()
+    return twin
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_simulation_is_exact(name, micro_batches, data):
+    """For any choice: live bytes at every point, and the same numbers bit by bit."""
+    step = prepared(name, micro_batches)
+    found = problem(step, roofline("cpu"))
+    able = [o for o, operation in enumerate(found.operations) if operation.again]
+    again = data.draw(st.sets(st.sampled_from(able)))
+    twin = rewritten(step, again)
+    predicted = [live for live in simulate(found, again).live]
+    real = [point.live_bytes for point in timeline(twin).points]
+    assert max(real) == max(predicted)
+    values = values_for(step)
+    for a, b in zip(outcome(eager.lower(step), values), outcome(eager.lower(twin), values)):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def exhaustive(found, limit, able):
+    """The least seconds of any choice that fits, trying every one."""
+    fits = [found.cost(again) for size in range(len(able) + 1)
+            for again in itertools.combinations(able, size)
+            if simulate(found, again).peak_bytes <= limit]
+    return min(fits, default=None)
+
+
+@pytest.mark.parametrize("name", ["linear", "attention"])
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75, 0.65])
+def test_as_good_as_trying_everything(name, share):
+    step = prepared(name)
+    found = problem(step, roofline("cpu"))
+    able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
+                  key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
+    for o, operation in enumerate(found.operations):
+        operation.again = o in able
+    limit = int(share * max(found.live))
+    best = exhaustive(found, limit, able)
+    got = planner.cheapest(found, limit, range(len(found.operations)))
+    if got is None:
+        assert best is None
+    else:
+        assert got.peak_bytes <= limit == limit and got.peak_bytes == simulate(found, got.again).peak_bytes
+        assert got.seconds == pytest.approx(found.cost(got.again))
+        assert got.seconds <= best * (1 + planner.GAP) + 1e-12
+
+
+def test_smaller_limits_cost_more():
+    found = problem(prepared("linear"), roofline("cpu"))
+    alone, peak = range(len(found.operations)), max(found.live)
+    plans = [planner.cheapest(found, int(share * peak), alone) for share in (1, 0.9, 0.8, 0.7)]
+    plans = [plan for plan in plans if plan]
+    assert len(plans) >= 3
+    for larger, smaller in itertools.pairwise(plans):
+        assert smaller.seconds >= larger.seconds * (1 - planner.GAP)
+        assert smaller.peak_bytes <= larger.peak_bytes
+
+
+def test_the_smallest_is_below_what_cannot_be_met():
+    found = problem(prepared("linear"), roofline("cpu"))
+    alone = range(len(found.operations))
+    least = planner.smallest(found, alone)
+    assert least.peak_bytes == simulate(found, least.again).peak_bytes < max(found.live)
+    assert planner.cheapest(found, least.peak_bytes, alone) is not None
+    assert planner.cheapest(found, int(0.9 * least.peak_bytes), alone) is None
+
+
+def test_equal_layers_are_decided_together():
+    found = problem(prepared("linear"), roofline("cpu"))
+    number = groups(found)
+    layers = [number[o] for o, operation in enumerate(found.operations)
+              if operation.node.target is torch.ops.aten.gelu.default]
+    assert layers[0] == layers[1] != layers[2] != layers[3]
+    both = problem(prepared("linear", micro_batches=2), roofline("cpu"))
+    number = groups(both)
+    half = len(number) // 2
+    assert number[:half - 1] == number[half:2 * half - 1]
+    assert number[-1] == -1  # the loss that the step returns
+
+
+@given(st.integers(0, 200))
+def test_halves_reach_every_count(count):
+    first = halves(count)
+    sizes = [first.count(start) for start in sorted(set(first))]
+    assert len(first) == count and first == sorted(first)
+    sums = {0}
+    for size in sizes:
+        sums |= {size + known for known in sums}
+    assert sums == set(range(count + 1))
