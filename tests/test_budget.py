@@ -1,0 +1,159 @@
+"""A byte budget from outside: what the user asks for, gets, or is told."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memopt_compile as memopt
+from memopt_compile.frontier import Frontier
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from models import GPT, GPTConfig  # noqa: E402
+
+
+def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64):
+    """A fresh GPT's step and its arguments, always from the same numbers."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(40, layers, 32, 2, 32, dropout)).to(dtype)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x, y):
+        for inputs, targets in memopt.micro_batches(micro_batches, x, y):
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            (loss / micro_batches).backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    tokens = torch.randint(40, (16, 32))
+    return step, (tokens, tokens.roll(-1, 1)), model
+
+
+def trained(budget, lowering="eager", **kind):
+    """Loss of each step, the parameters and the report after three steps under `budget`."""
+    torch._dynamo.reset()
+    step, args, model = make(**kind)
+    fast = memopt.compile(step, lowering=lowering, memory_budget=budget)
+    losses = [fast(*args).item() for _ in range(3)]
+    return losses, [p.detach() for p in model.parameters()], memopt.report(fast)
+
+
+@pytest.fixture(scope="module", params=[{}, {"micro_batches": 2}, {"dropout": 0.0}], ids=str)
+def free(request):
+    return request.param, trained(None, **request.param)
+
+
+def between(report, share):
+    beyond = report.measured_peak_bytes - report.resident_bytes
+    return report.resident_bytes + int(share * beyond)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_kept_exactly_and_bit_by_bit_with_dropout(free, share):
+    kind, (losses, parameters, report) = free
+    budget = between(report, share)
+    got_losses, got, found = trained(budget, **kind)
+    assert found.measured_peak_bytes <= budget == found.budget_bytes
+    assert found.predicted_peak_bytes == found.measured_peak_bytes
+    assert got_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(parameters, got))
+    assert found.plan.chosen("recompute") and "computed again" in str(found)
+    assert any("models.py" in (d.line or "") for d in found.plan.decisions)
+
+
+def test_a_refusal_names_the_smallest_peak_and_that_one_works():
+    _, _, report = trained(None)
+    with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:
+        trained(report.resident_bytes + 1000)
+    assert "state_bits=8" in refusal.value.do and "there before the step" in refusal.value.what
+    least = memopt.explain(make()[0], *make()[1], lowering="eager", memory_budget=[
+        report.resident_bytes + 1000]).points[0].peak_bytes
+    _, _, found = trained(least)
+    assert found.measured_peak_bytes <= least
+
+
+def test_without_recomputation_the_step_is_refused():
+    step, args, _ = make()
+    with pytest.raises(memopt.InfeasibleBudget, match="recompute=False"):
+        memopt.explain(step, *args, lowering="eager", memory_budget=0.5, recompute=False)
+
+
+def test_a_model_alone_has_no_budget():
+    model = make()[2]
+    with pytest.raises(memopt.OptionError, match="no backward"):
+        memopt.compile(model, memory_budget="1GiB")(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_step_in_parts_has_no_budget():
+    step, args, model = make()
+
+    def broken(x, y):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        torch._dynamo.graph_break()
+        loss.backward()
+        return loss
+
+    with pytest.raises(memopt.MemoptError, match="budget cannot be kept"):
+        memopt.compile(broken, lowering="eager", memory_budget="1GiB")(*args)
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    step, args, _ = make()
+    return memopt.explain(step, *args, lowering="eager",
+                          memory_budget=[1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3])
+
+
+def test_the_frontier_is_monotone(frontier):
+    assert isinstance(frontier, Frontier)
+    points = frontier.points
+    assert [p.budget_bytes for p in points] == sorted({p.budget_bytes for p in points}, reverse=True)
+    for larger, smaller in zip(points, points[1:]):
+        assert smaller.peak_bytes <= larger.peak_bytes
+        assert smaller.seconds >= larger.seconds * 0.99
+    assert points[0].fits and not points[-1].fits
+    assert all(p.peak_bytes > frontier.resident_bytes for p in points)
+
+
+def test_the_frontier_prints_and_draws(frontier, tmp_path):
+    assert "planned peak" in str(frontier) and "no: the smallest found" in str(frontier)
+    frontier.draw(tmp_path / "frontier.svg")
+    drawn = (tmp_path / "frontier.svg").read_text()
+    assert drawn.count("<circle") == len({(p.seconds, p.peak_bytes) for p in frontier.points})
+    assert "resident" in drawn
+
+
+def test_a_frontier_needs_a_step():
+    model = make()[2]
+    with pytest.raises(memopt.MemoptError, match="no whole step"):
+        memopt.explain(model, torch.zeros(1, 8, dtype=torch.int64), lowering="eager",
+                       memory_budget=[0.5])
+
+
+@pytest.mark.inductor
+def test_kept_on_inductor():
+    kind = {"dtype": torch.float32, "dropout": 0.0}
+    _, parameters, report = trained(None, "inductor", **kind)
+    budget = between(report, 0.75)
+    _, got, found = trained(budget, "inductor", **kind)
+    assert found.measured_peak_bytes <= budget
+    assert found.plan.chosen("recompute")
+    assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
+    for a, b in zip(parameters, got):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=3, deadline=None)
+@given(share=st.floats(0.55, 0.95))
+def test_any_budget_is_kept_or_refused(share):
+    step, args, _ = make(dropout=0.0, layers=2)
+    try:
+        report = memopt.explain(step, *args, lowering="eager", memory_budget=share)
+    except memopt.InfeasibleBudget:
+        return
+    assert report.predicted_peak_bytes <= report.budget_bytes
