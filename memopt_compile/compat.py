@@ -289,7 +289,9 @@ def aot_module_simplified(gm: torch.fx.GraphModule, example_inputs: Any, **compi
     for name in ("fw_compiler", "bw_compiler", "inference_compiler"):
         if compilers.get(name) is not None:
             compilers[name] = torch.compiler.disable(compilers[name])
-    return aot_autograd.aot_module_simplified(gm, example_inputs, **compilers)
+    # Its own rematerialization refuses random numbers and several backwards; ours takes the marks.
+    with torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
+        return aot_autograd.aot_module_simplified(gm, example_inputs, **compilers)
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,9 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
     seconds = roofline(record.device)
     points = []
     for size in sorted(sizes, reverse=True):
+        if points and not points[-1].fits:  # what was the smallest for more is it for less
+            points.append(replace(points[-1], budget_bytes=size))
+            continue
         step = captured.copy()
         costs = workspace(step, record.lowering)
         pipelines.run(step, pipelines.default(record.options, record.lowering, size, record.device),

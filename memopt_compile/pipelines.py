@@ -17,6 +17,7 @@ from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
+from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
 from .passes.release_gradients import ReleaseGradients
@@ -40,6 +41,10 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
+        # What the user checkpoints is computed again. (Dropout by PyTorch's own operator can run again
+        # once its mask is drawn apart.)
+        (eager, ReplayDropout),
+        (True, HonourCheckpoints),
         # AdamA, if asked for: a gradient goes into Adam's moments where it is made, not in a sum.
         (options.accumulate == "optimizer_states", AccumulateInStates),
         # A state that several gradients enter is written after each, which then dies.
@@ -55,7 +60,6 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
         # Is it too much still? Decide which activations to keep, and compute the others again.
-        # (Dropout by PyTorch's own operator can run again once its mask is drawn apart.)
         (limited and eager, partial(ReplayDropout, limit_bytes)),
         (limited, partial(PlanMemory, limit_bytes, device)),
         (limited, Recompute),

@@ -188,7 +188,7 @@ class _Model:
             low[self.fits[position]] += less / self.unit
         columns = self.peak + 1 + len(self.chains)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
-        integral[:self.decisions] = not relaxed
+        integral[:self.peak] = not relaxed
         upper[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
         found = milp(cost, integrality=integral, bounds=Bounds(0, upper),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from .step_graph import Phase, StepGraph, mutated_args, storage_roots
+from .step_graph import Phase, StepGraph, aliased_args, mutated_args, storage_roots
 
 
 def overwritten_early(step: StepGraph) -> set[fx.Node]:
@@ -15,6 +16,22 @@ def overwritten_early(step: StepGraph) -> set[fx.Node]:
     roots = storage_roots(step.graph)
     return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
             for argument in mutated_args(node) for root in roots[argument]}
+
+
+def checkpointed(node: fx.Node) -> bool:
+    """Whether `torch.utils.checkpoint` says of `node` that it shall run again."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE,
+                                          CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def parts(step: StepGraph, nodes: Container[fx.Node]) -> set[fx.Node]:
+    """Those of forward among `nodes`, with the items and views of what they make."""
+    found: set[fx.Node] = set()
+    for node in step.computing():
+        of = node.args[:1] if node.target is operator.getitem else aliased_args(node)
+        if step.phase(node) is Phase.FORWARD and (node in nodes or not found.isdisjoint(of)):
+            found.add(node)
+    return found
 
 
 def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:

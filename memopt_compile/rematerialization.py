@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
@@ -127,6 +128,7 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
     owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
     again = not (is_random(node) or is_collective(node) or node.is_impure() or mutated_args(node)
+                 or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # the user says so
                  or str(node.target) in (WAIT, "aten._local_scalar_dense.default")
                  or owners.keys() & fixed or roots[node] & fixed)
     return Operation(node, at, tuple(number[r] for r in owners if r in number),

@@ -14,14 +14,11 @@ Memory: the values die in forward. Numbers: bit for bit the same operators on th
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
-
-from memopt_compile.recomputing import recompute
-from memopt_compile.step_graph import Phase, StepGraph, aliased_args
+from memopt_compile.recomputing import parts, recompute
+from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
 
@@ -35,13 +32,8 @@ class Recompute(StepPass):
         return None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        again: set[fx.Node] = set()
-        for node in step.computing():  # rule 2
-            of = node.args[:1] if node.target is operator.getitem else aliased_args(node)
-            if step.phase(node) is Phase.FORWARD and (
-                    node.name in step.plan.again or not again.isdisjoint(of)):
-                again.add(node)
-        recompute(step, again)
+        again = {n for n in step.computing() if n.name in step.plan.again}
+        recompute(step, parts(step, again))  # rule 2
 
     def ensures(self, step: StepGraph) -> str | None:
         names = {n.name for n in step.computing()}

@@ -24,24 +24,28 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.recomputing import checkpointed
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten
+KEPT = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")  # of what is known of a node
 
 
 @dataclass(frozen=True)
 class ReplayDropout(StepPass):
-    """`peak_bytes` is the budget: a step that fits is left alone."""
+    """`peak_bytes` is the budget: of a step that fits only what the user checkpoints is changed."""
 
     name: ClassVar[str] = "replay_dropout"
-    peak_bytes: int
+    peak_bytes: int | None = None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        if timeline(step, costs or no_workspace).peak_bytes <= self.peak_bytes:
-            return
+        fits = (self.peak_bytes is None
+                or timeline(step, costs or no_workspace).peak_bytes <= self.peak_bytes)
         for node in step.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
             value = node.args[0].meta["val"]
+            if fits and not checkpointed(node):
+                continue
             if node.args[2] is not False and value.device.type == "cpu" and value.numel():
                 split(step, node)
 
@@ -63,7 +67,7 @@ def split(step: StepGraph, node: fx.Node) -> None:
 
 def _call(step: StepGraph, like: fx.Node, target: Any, args: tuple, **kwargs: Any) -> fx.Node:
     node = step.graph.call_function(target, args, kwargs)
-    node.meta.update({k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta})
+    node.meta.update({k: like.meta[k] for k in KEPT if k in like.meta})
     given = fx.map_arg(args, lambda n: n.meta["val"])
     node.meta["val"] = target(*given, **kwargs)  # fake tensors make fake tensors
     step.phases[node] = step.phase(like)

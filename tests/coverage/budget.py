@@ -1,6 +1,8 @@
 """Budgets kept: models trained under ten budgets each, measured beside predicted, as a table.
 
     python tests/coverage/budget.py [--only NAME ...] [--lowering eager]
+    python tests/coverage/budget.py --least       the smallest peak of a Llama-like stack
+    python tests/coverage/budget.py --checkpoint  against a checkpoint around every layer
 
 A budget is the step's resident bytes and a share of what it holds beyond them with no budget.
 Every run starts from the same parameters, batch and random numbers.
@@ -13,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +45,20 @@ def gpt() -> tuple:
     return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()), tokens(82, 32, 128)
 
 
-def llama(layers: int = 12) -> tuple:
+def llama(layers: int = 12, dropout: float = 0.1) -> tuple:
     from transformers import LlamaConfig, LlamaForCausalLM
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=344, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.1, use_cache=False))
+        num_attention_heads=4, num_key_value_heads=4, attention_dropout=dropout, use_cache=False))
     return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(128, 8, 128)
 
 
-def bert() -> tuple:
+def bert(dropout: float = 0.1) -> tuple:
     from transformers import BertConfig, BertForMaskedLM
     model = BertForMaskedLM(BertConfig(
         vocab_size=512, hidden_size=128, intermediate_size=512, num_hidden_layers=6,
-        num_attention_heads=4, max_position_embeddings=128))
+        num_attention_heads=4, max_position_embeddings=128, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout))
     return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(512, 8, 128)
 
 
@@ -65,11 +69,11 @@ def resnet() -> tuple:
             (torch.randn(64, 1, 28, 28), torch.randint(10, (64,))))
 
 
-def vit() -> tuple:
+def vit(dropout: float = 0.1) -> tuple:
     from transformers import ViTConfig, ViTForImageClassification
     model = ViTForImageClassification(ViTConfig(
         hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512,
-        image_size=64, patch_size=8, hidden_dropout_prob=0.1, num_labels=10))
+        image_size=64, patch_size=8, hidden_dropout_prob=dropout, num_labels=10))
     return (model, lambda x, y: F.cross_entropy(model(x).logits, y),
             (torch.randn(16, 3, 64, 64), torch.randint(10, (16,))))
 
@@ -90,8 +94,8 @@ MODELS: dict[str, tuple[Callable[[], tuple], int]] = {
 }
 
 
-def train(name: str, budget: int | None, lowering: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The report of `STEPS` steps, and the parameters after them."""
+def make_step(name: str) -> tuple[Callable, tuple, torch.nn.Module]:
+    """The training step of a fresh model, its arguments, and the model."""
     make, n = MODELS[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -107,6 +111,12 @@ def train(name: str, budget: int | None, lowering: str) -> tuple[Any, dict[str, 
         opt.zero_grad()
         return loss.detach()
 
+    return step, batch, model
+
+
+def train(name: str, budget: int | None, lowering: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The report of `STEPS` steps, and the parameters after them."""
+    step, batch, model = make_step(name)
     compiled = memopt.compile(step, lowering=lowering, memory_budget=budget)
     for _ in range(STEPS):
         compiled(*batch)
@@ -142,6 +152,40 @@ def rows(name: str, lowering: str) -> list[list[str]]:
     return found
 
 
+def least(lowering: str) -> None:
+    """The smallest peak by recomputation alone, run and measured."""
+    MODELS["plain"] = partial(llama, dropout=0.0), 1
+    free, expected = train("plain", None, lowering)
+    step, batch, _ = make_step("plain")
+    planned = memopt.explain(step, *batch, lowering=lowering, memory_budget=[1]).points[0]
+    report, got = train("plain", planned.peak_bytes, lowering)
+    beyond = [r.measured_peak_bytes - r.resident_bytes for r in (free, report)]
+    difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
+                     for k in expected)
+    print(f"12 Llama layers, {lowering} lowering: {mib(beyond[0])} MiB beyond the inputs without a "
+          f"budget, {mib(beyond[1])} MiB with the smallest: {beyond[1] / beyond[0]:.3f}; "
+          f"parameters differ by {difference:.0e}")
+
+
+def checkpoint(lowering: str) -> None:
+    """A checkpoint around every layer, and a budget of the peak that it has, both planned."""
+    table = []
+    for name, make in (("Llama, 12 layers", llama), ("BERT", bert), ("ViT", vit)):
+        MODELS["plain"] = partial(make, dropout=0.0), 1
+        step, batch, model = make_step("plain")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        marked = memopt.explain(step, *batch, lowering=lowering, memory_budget=[2**50])
+        peak = marked.points[0].peak_bytes
+        step, batch, _ = make_step("plain")
+        ours = memopt.explain(step, *batch, lowering=lowering, memory_budget=[peak])
+        seconds = ours.step_seconds + ours.points[0].seconds
+        table.append([name, mib(peak), mib(ours.points[0].peak_bytes),
+                      f"{1e3 * marked.step_seconds:.1f}", f"{1e3 * seconds:.1f}",
+                      f"{marked.step_seconds / seconds:.3f}"])
+    print(tabulate(table, ["model", "checkpoints, MiB", "budget, MiB", "checkpoints, ms",
+                           "budget, ms", "throughput"], tablefmt="github", disable_numparse=True))
+
+
 def mib(size: int) -> str:
     return f"{size / 2**20:.3f}"
 
@@ -150,9 +194,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--least", action="store_true")
+    parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.least or options.checkpoint:
+        (least if options.least else checkpoint)(options.lowering)
+        return
     if options.one:
         for row in rows(options.one, options.lowering):
             print("\t".join(row), flush=True)
