@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
-from .optim import Adam, AdamA
+from .optim import Adam
+from .optim.accumulation import Accumulating
 
 
 @torch.library.custom_op("memopt::fold", mutates_args=())
@@ -40,8 +41,8 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
     sum of its gradients, which are then never together.
     """
     kind = type(optimizer).__name__
-    if isinstance(optimizer, AdamA):
-        return _error("AdamA accumulates by itself",
+    if isinstance(optimizer, Accumulating):
+        return _error(f"{kind} accumulates by itself",
                       "call opt.accumulate() behind each backward(), and leave the option out")
     if not isinstance(optimizer, torch.optim.Adam | Adam):  # AdamW is one
         return _error(f"{kind} does not accumulate in its states", "use Adam or AdamW, or leave "
