@@ -54,6 +54,9 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
         if group.get("state_bits", 32) != 32:
             return _error(f"state_bits={group['state_bits']}: a state in few bits is written whole",
                           "use memopt.optim.AdamA, which does that for each micro-batch")
+        if group.get("weight_bits") and any(p.dtype == torch.bfloat16 for p in group["params"]):
+            return _error(f"weight_bits={group['weight_bits']}: gradients in bfloat16 are summed up "
+                          "before they are widened", "use memopt.optim.AdamA, which takes each")
         if any(p.is_complex() for p in group["params"]):
             return _error("a parameter is complex", "train torch.view_as_real of it")
     return None

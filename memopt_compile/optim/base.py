@@ -6,9 +6,9 @@ A new one gives, in one short file, a constructor that names its settings and
 - ``update(p, grad, state, group)``: one step of `p` from its gradient, all in place;
 - ``check(group)``: a refusal of settings out of range;
 
-or, where the algorithm can take a gradient in parts, in place of the update `fold` and `apply`, whose
-sequence it is (see `accumulation`). Each parameter is updated by itself, so that its update can stand beside
-its backward in a captured step, and each gradient can be freed there.
+or, where the algorithm can take a gradient in parts, in place of the update `fold` and `apply`,
+whose sequence it is (see `accumulation`). Each parameter is updated by itself, so that its update
+can stand beside its backward in a captured step, and each gradient can be freed there.
 
 The step count is a tensor and no number is read from a tensor while a step is traced: nothing
 that training changes makes a compiled step compile again.

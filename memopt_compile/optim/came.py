@@ -61,8 +61,8 @@ class CAME(Accumulating, FactoredOptimizer):
     """
 
     required = frozenset({"lr", "eps", "betas", "clip_threshold"})
-    state_names = frozenset({"step", "folded", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col",
-                             "exp_avg_res_row", "exp_avg_res_col"})
+    state_names = frozenset({"step", "folded", "exp_avg", "exp_avg_sq", "exp_avg_sq_row",
+                             "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"})
     moments = {"exp_avg": True}
 
     def __init__(self, params: Iterable, lr: float | Tensor,

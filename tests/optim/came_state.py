@@ -16,7 +16,6 @@ import transformers
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile.quantization.rounding import Rounded
 
 optim = memopt.optim
 
@@ -33,7 +32,7 @@ def state_bytes(parameters, make) -> int:
                 total += value.nbytes
             else:
                 codes, scales = form.sizes(p.numel())
-                total += codes * (2 if isinstance(form, Rounded) else 1) + 4 * scales
+                total += codes + 4 * scales
     return total
 
 
@@ -64,7 +63,7 @@ def main() -> None:
             ("  of these 1 by 1", [k for k in kernels if k.shape[-1] == 1], [None, "auto"])):
         adam = state_bytes(parameters, optim.Adam)
         print(f"{name}: {sum(p.numel() for p in parameters):,} parameters, Adam {adam:,} bytes")
-        for choice, bits in itertools.product(choices, (32, 16, 8)):
+        for choice, bits in itertools.product(choices, (32, 8)):
             size = state_bytes(parameters, lambda p, choice=choice, bits=bits: optim.CAME(
                 p, lr=1e-3, factor_dims=choice, state_bits=bits))
             print(f"  CAME, m of {bits} bits, factor_dims={choice}: {size:,} bytes, {size / adam:.4f}")
