@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
-from .optim import Adam, AdamA
+from .optim import Adam
+from .optim.accumulation import Accumulating
 
 
 @torch.library.custom_op("memopt::fold", mutates_args=())
@@ -40,8 +41,8 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
     sum of its gradients, which are then never together.
     """
     kind = type(optimizer).__name__
-    if isinstance(optimizer, AdamA):
-        return _error("AdamA accumulates by itself",
+    if isinstance(optimizer, Accumulating):
+        return _error(f"{kind} accumulates by itself",
                       "call opt.accumulate() behind each backward(), and leave the option out")
     if not isinstance(optimizer, torch.optim.Adam | Adam):  # AdamW is one
         return _error(f"{kind} does not accumulate in its states", "use Adam or AdamW, or leave "
@@ -53,6 +54,9 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
         if group.get("state_bits", 32) != 32:
             return _error(f"state_bits={group['state_bits']}: a state in few bits is written whole",
                           "use memopt.optim.AdamA, which does that for each micro-batch")
+        if group.get("weight_bits") and any(p.dtype == torch.bfloat16 for p in group["params"]):
+            return _error(f"weight_bits={group['weight_bits']}: gradients in bfloat16 are summed up "
+                          "before they are widened", "use memopt.optim.AdamA, which takes each")
         if any(p.is_complex() for p in group["params"]):
             return _error("a parameter is complex", "train torch.view_as_real of it")
     return None

@@ -19,6 +19,7 @@ shares. The rules, cited in the code:
 8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself.
 9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
    them itself (the gradient of a bias: micro-batches then add up the same values in every one).
+10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -73,6 +74,8 @@ class Canonicalize(StepPass):
                 _unbundle(step, node)
             elif node.target is aten.sum.dim_IntList:
                 _drop_summed(step, node)
+            elif node.target is aten.slice_scatter.default and _is_whole(node):  # rule 10
+                node.target, node.args, node.kwargs = aten.copy.default, node.args[:2], {}
         _simplify(step)
         remove_dead_code(step)
 
@@ -138,6 +141,11 @@ def _drop_summed(step: StepGraph, node: fx.Node) -> None:
         node.args = node.args[:2]
         node.meta["val"] = view.meta["val"]
         step.replace(view, node)
+
+
+def _is_whole(scatter: fx.Node) -> bool:
+    base, source = (a.meta["val"] for a in scatter.args[:2])
+    return str(base.shape) == str(source.shape) and not scatter.args[5:] and not scatter.kwargs
 
 
 def _simplify(step: StepGraph) -> None:

@@ -6,7 +6,8 @@ end: every gradient, or every value, would live until then. The numbered rules a
 
 1. A value a of state s is complete once the last node of forward or backward that it needs has run.
    Where what the step writes to s at its end is complete later, and is computed from one such a of
-   the type and shape of s, a is written to s.
+   the type and shape of s, a is written to s. If what is complete later reads no such a, it may be
+   read by what computes on from it where it is complete (codes are decoded there).
 2. Nothing but what a is computed from may read the earlier value of s: it is gone after that.
 3. The write, and what it needs, stand where a is complete, and count as backward from then on.
 
@@ -18,6 +19,7 @@ Memory: a gradient lives as long as it takes to fold it. Numerics: bitwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -83,18 +85,39 @@ def _versions(step: StepGraph, write: fx.Node, complete: dict[fx.Node, int]) -> 
     """Rule 1: by where they are complete, the earlier values of the state that is written."""
     state, final = write.args[0], write.args[1]
     found: dict[int, set[fx.Node]] = {}
+    decoded: dict[int, set[fx.Node]] = {}  # read by what is complete later, not alike
     seen, stack = {final}, [final]
     while stack:
         node = stack.pop()
         for value in node.all_input_nodes:
             if value.op == "placeholder" or step.phase(value) is not Phase.UPDATE:
                 continue
-            if -1 < complete[value] < complete[node] and _alike(value, state):
-                found.setdefault(complete[value], set()).add(value)
+            if -1 < complete[value] < complete[node]:
+                kind = found if _alike(value, state) else decoded
+                kind.setdefault(complete[value], set()).add(value)
             if value not in seen:
                 seen.add(value)
                 stack.append(value)
+    for level, values in decoded.items():
+        if level not in found:
+            found[level] = _sources(step, values, lambda n, level=level: complete[n] == level, state)
     return {level: values.pop() for level, values in found.items() if len(values) == 1}
+
+
+def _sources(step: StepGraph, values: set[fx.Node], here: Callable[[fx.Node], bool],
+             state: fx.Node) -> set[fx.Node]:
+    """The nearest values like `state` from which `values` are computed, all of the update and `here`."""
+    found, seen, stack = set(), set(values), list(values)
+    while stack:
+        for value in stack.pop().all_input_nodes:
+            if value in seen or step.phase(value) is not Phase.UPDATE or not here(value):
+                continue
+            seen.add(value)
+            if _alike(value, state):
+                found.add(value)
+            else:
+                stack.append(value)
+    return found
 
 
 def _alike(value: fx.Node, state: fx.Node) -> bool:
@@ -125,7 +148,7 @@ def _write(step: StepGraph, value: fx.Node, write: fx.Node, complete: dict[fx.No
     early.meta = {**value.meta, "val": state.meta["val"]}
     step.phases[early], complete[early] = Phase.UPDATE, complete[value]
     for user in list(value.users):
-        if complete[user] > complete[value]:
+        if user not in (early, write):
             user.replace_input_with(value, early)
     return early
 

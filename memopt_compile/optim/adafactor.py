@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .base import Options, State
 from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
+from .low_bit import precise, read_weight
 from .slabs import Slab, cut, kept, root_mean_square
 
 
@@ -61,28 +62,27 @@ class Adafactor(FactoredOptimizer):
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         lr, (eps1, eps2) = self.rate(group), group["eps"]
-        tiny = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        form = self.weight_format(p, group)
+        tiny = torch.finfo(p.dtype if form is None else precise(p)).eps if eps1 is None else eps1
         count = torch.as_tensor(self.count(state), dtype=torch.float64)
         weight = count ** group["beta2_decay"]
         pace = (count**-0.5).clamp(max=lr)
         pieces = self.slabs(p, group)
-        size = root_mean_square(lambda slab: cut(p, slab), pieces, p.numel()).to(torch.float64)
-        scale = size.clamp(min=eps2) * pace
-        if group["weight_decay"] != 0:
-            p.mul_(1 - lr * group["weight_decay"])
+        size = root_mean_square(lambda slab: read_weight(p, state, slab, form), pieces, p.numel())
+        scale = size.to(torch.float64).clamp(min=eps2) * pace
 
         dims = factored(p.shape, group["factor_dims"])
         moment = [state["variance"]] if dims is None else [state["row_var"], state["col_var"]]
         for factor in moment:
             factor.mul_(1 - weight)
         for slab in pieces:
-            add_mean(moment, cut(grad, slab).square(), slab, dims, p.shape, weight)
+            add_mean(moment, self.gradient(grad, slab, group).square(), slab, dims, p.shape, weight)
         scaled = kept(lambda slab: inverse_root(moment, slab, dims, tiny).mul_(
             self.gradient(grad, slab, group)), pieces)
         excess = root_mean_square(scaled, pieces, p.numel()).to(torch.float64) / group["d"]
         rate = scale / excess.clamp(min=1.0)
         for slab in pieces:
-            cut(p, slab).sub_(scaled(slab).mul_(rate))
+            self.descend(p, state, slab, group, scaled(slab).mul_(rate))
 
 
 def inverse_root(moment: list[Tensor], slab: Slab | None, dims: Dims | None,

@@ -20,35 +20,24 @@ On M ranks the states are summed up before the step: see `data_parallel`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from . import data_parallel
+from .accumulation import Accumulating
 from .adam import Adam, AdamW
-from .base import Options, State, clipped, finite
-from .slabs import cut
+from .base import Options, State
 
 
-class AdamA(AdamW):
+class AdamA(Accumulating, AdamW):
     """Adam that takes the gradients of a mini-batch in parts and keeps none of them.
 
-    >>> for x, y in memopt.micro_batches(n, inputs, targets):
-    ...     (loss(x, y) / n).backward()
-    ...     opt.accumulate()
-    >>> opt.step()
-
-    `step` first folds what gradients there are: without `accumulate` it is Adam, and the
-    gradients of the last micro-batch need no call. They are gone after it, so there is nothing to
-    zero. A parameter that got no gradient in a mini-batch is left alone.
+    See `Accumulating`. Without `accumulate` it is Adam. All gradients are gone after `step`, so there
+    is nothing to zero.
 
     Args:
-        params, lr, betas, eps, amsgrad, options: as in `Adam`. With `skip_nonfinite` the
-            micro-batch is skipped, for the parameters concerned; such a step is not captured
-            whole.
+        params, lr, betas, eps, amsgrad, options: as in `Adam`.
         weight_decay: λ, decoupled as in `AdamW`. Added to the gradient it would have to know N.
         v_scale: s, from 1, the published sum of squares, to the number of micro-batches, N or on
             M ranks N·M, which is Adam's v where all micro-batches have the same gradient.
@@ -60,8 +49,7 @@ class AdamA(AdamW):
             are then calls that all ranks make. A parameter without a gradient on some ranks has
             one of zeros there.
 
-    State of a parameter: as of `Adam`, and between `accumulate` and `step` also `folded`, True
-    where a micro-batch is in it. Checkpoints go to and from `torch.optim.AdamW`.
+    State of a parameter: as of `Adam`. Checkpoints go to and from `torch.optim.AdamW`.
 
     Raises:
         OptimizerError: a setting is out of its range, or asks for weight decay that is not
@@ -70,7 +58,6 @@ class AdamA(AdamW):
 
     state_names = Adam.state_names | {"folded"}
     process_group: Any = None
-    ranks = 1  # M
 
     def __init__(self, params: Iterable, lr: float | Tensor = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -93,58 +80,12 @@ class AdamA(AdamW):
             raise self.error("weight decay added to gradients cannot be accumulated",
                              "use decoupled weight decay, as AdamW does")
 
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Fold every gradient into its parameter's state, and free it."""
-        self._init_groups()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._fold_and_free(p, p.grad, group)
-
-    def accumulate_in_backward(self) -> Handles:
-        """From now on fold each gradient as soon as a backward has finished it.
-
-        No more than the gradients of one layer are alive then. For eager use: a step whose
-        parameters have hooks is not captured whole. Call it once, after the last parameter group
-        was added; ``remove()`` of the handle ends it.
-        """
-        hooks = [p.register_post_accumulate_grad_hook(partial(self._hook, index))
-                 for index, group in enumerate(self.param_groups) for p in group["params"]
-                 if p.requires_grad]
-        return Handles(hooks)
-
-    def _hook(self, index: int, p: Tensor) -> None:
-        group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
-        if p.grad is not None:
-            with torch.no_grad():
-                self._init_group({**group, "params": [p]})
-                self._fold_and_free(p, p.grad, group)
-
-    def _fold_and_free(self, p: Tensor, grad: Tensor, group: Options) -> None:
-        p.grad = None
-        if group["skip_nonfinite"] and not finite(grad):
-            return
-        if group["max_norm"] is not None:
-            grad = clipped(grad, group["max_norm"] * self.ranks)
-        state = self.state[p]
-        first = not state.get("folded", False)
-        if first:
-            state["step"].add_(1)
-        state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
-        self.in_slabs(p, state, group, lambda slab, part: self.fold(
-            self.gradient(grad, slab, group), part, group, first))
-
     def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""
         self.accumulate()
         if self.ranks > 1:
             data_parallel.reduce_states(self)
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state.get(p, {})
-                if state.pop("folded", False):
-                    self._finish(p, state, group)
+        super()._step()
 
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
         if first and self.ranks > 1:  # Mβ₂v of which each rank's sum gets 1/M², M times
@@ -157,10 +98,6 @@ class AdamA(AdamW):
             missing = (1 - beta2) * (1 - 1 / group["micro_batches"])
             state["exp_avg_sq"].addcmul_(m, m, value=missing / (1 - beta1**self.count(state))**2)
         super().apply(p, state, group)
-
-    def _finish(self, p: Tensor, state: State, group: Options) -> None:
-        """The update of `p` from its moments."""
-        self.in_slabs(p, state, group, lambda slab, part: self.apply(cut(p, slab), part, group))
 
     # ------------------------------------------------------------------ on several ranks
 
@@ -182,13 +119,3 @@ class AdamA(AdamW):
                              "make a new AdamA with the group, and load this one's state_dict()")
         return super().__getstate__()
 
-
-class Handles:
-    """The handles of several hooks as one."""
-
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()

@@ -6,9 +6,9 @@ A new one gives, in one short file, a constructor that names its settings and
 - ``update(p, grad, state, group)``: one step of `p` from its gradient, all in place;
 - ``check(group)``: a refusal of settings out of range;
 
-and, where the algorithm can take a gradient in parts (see `adama`), `fold` and `apply`, whose
-sequence is the update. Each parameter is updated by itself, so that its update can stand beside
-its backward in a captured step, and each gradient can be freed there.
+or, where the algorithm can take a gradient in parts, in place of the update `fold` and `apply`,
+whose sequence it is (see `accumulation`). Each parameter is updated by itself, so that its update
+can stand beside its backward in a captured step, and each gradient can be freed there.
 
 The step count is a tensor and no number is read from a tensor while a step is traced: nothing
 that training changes makes a compiled step compile again.
@@ -26,7 +26,19 @@ from ..errors import OptimizerError
 from ..quantization.formats import FORMATS
 from ..quantization.rounding import Rounded
 from .loading import checked, restore
-from .low_bit import SMALL, Formats, State, compressed, expanded, precise, read, write
+from .low_bit import (
+    CORRECTION,
+    SMALL,
+    Formats,
+    State,
+    compressed,
+    expanded,
+    precise,
+    read,
+    read_weight,
+    write,
+    write_weight,
+)
 from .slabs import Slab, cut, slabs
 
 Options = Mapping[str, Any]
@@ -34,7 +46,8 @@ Options = Mapping[str, Any]
 # How torch's classes can be told to run their update. Here it is always one tensor at a time.
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32,
-          "rounding_seed": 0, **FLAGS}
+          "weight_bits": None, "rounding_seed": 0, **FLAGS}
+OF_WEIGHTS = 0x5A3C  # what a seed is changed by, so that weights and moments draw other numbers
 INSTEAD = {
     "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
     "fused": "leave it out: torch.compile fuses the update",
@@ -57,6 +70,11 @@ class Optimizer(torch.optim.Optimizer):
                 has 4096 elements or more; 32 is the parameter's own type. 16 is bfloat16 rounded
                 at random, for the moments that may be negative. Fixed for a parameter once it
                 has a state.
+            weight_bits: for parameters in bfloat16; others stay as they are. None: arithmetic and
+                rounding to the nearest in bfloat16, as torch's. 16 and 24: arithmetic in float32,
+                rounded at random to bfloat16, or to 24 bits of which the parameter has the upper
+                16 and the state `correction` the others. Full precision of states is then
+                float32. Fixed as `state_bits`.
             rounding_seed: an integer that, with the step and the element, decides the rounding.
             foreach, fused, capturable, differentiable: of torch's classes, refused if on.
         defaults: the algorithm's own settings. A group may have its own value of any.
@@ -103,6 +121,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
         if group["state_bits"] not in (32, 16, 8, 4):
             raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 16, 8 or 4")
+        if group["weight_bits"] not in (None, 16, 24):
+            raise self.error(f"weight_bits is {group['weight_bits']}", "choose None, 16 or 24")
         if not 0 <= group["rounding_seed"] < 2**32:
             raise self.error(f"rounding_seed is {group['rounding_seed']}",
                              "choose an integer from 0 to 2**32 - 1")
@@ -154,9 +174,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def gradient(grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
-        """One slab of the gradient to descend along, in the type of low-bit states if they are."""
+        """One slab of the gradient to descend along, in the type of the arithmetic."""
         part = cut(grad, slab)
-        if group["state_bits"] != 32 and grad.numel() >= SMALL:
+        if Optimizer.weight_format(grad, group) is not None or (
+                group["state_bits"] != 32 and grad.numel() >= SMALL):
             part = part.to(precise(part))
         return -part if group["maximize"] else part
 
@@ -170,21 +191,31 @@ class Optimizer(torch.optim.Optimizer):
         return {name: FORMATS[group["state_bits"], signed]
                 for name, signed in self.moments.items()}
 
+    @staticmethod
+    def weight_format(p: Tensor, group: Options) -> Rounded | None:
+        """How a parameter is stored that is updated in float32; None for one updated as it is."""
+        if group["weight_bits"] is None or p.dtype != torch.bfloat16:
+            return None
+        return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"])
+
     def first_state(self, p: Tensor, group: Options) -> State:
-        """`new_state`, with the step count that random rounding needs."""
-        state = self.new_state(p, group)
-        if group["state_bits"] == 16 and "step" not in state and (
-                state.keys() & self.formats(p, group).keys()):
+        """`new_state`, with what random rounding and 24 bits need."""
+        form = self.weight_format(p, group)
+        state = self.new_state(p if form is None else torch.empty_like(p, dtype=precise(p)), group)
+        if "step" not in state and (form is not None or (
+                group["state_bits"] == 16 and state.keys() & self.formats(p, group).keys())):
             state["step"] = self.no_steps()
+        if form is not None and form.bits == 24:
+            state[CORRECTION] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
         return state
 
-    def in_line(self, tensor: Tensor, group: Options) -> Tensor:
-        """A parameter or its gradient as a vector, if all its moments are, for an elementwise
+    def in_line(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
+        """A parameter, and what has its shape, as vectors, if all its moments are, for an elementwise
         update: their blocks are then its too, in every slab and every fused loop.
         """
-        if self.moments.keys() <= self.formats(tensor, group).keys() and tensor.is_contiguous():
-            return tensor.view(-1)
-        return tensor
+        if self.moments.keys() <= self.formats(p, group).keys() and p.is_contiguous():
+            return [p.view(-1), *(other.reshape(-1) for other in others)]
+        return [p, *others]
 
     @staticmethod
     def scalar(value: Any) -> Any:
@@ -197,8 +228,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def block(self, p: Tensor, group: Options) -> int:
         """Of how many elements the slabs of `p` are whole multiples."""
-        blocks = [form.block for form in self.formats(p, group).values()]
-        return max(blocks, default=1)
+        forms = [*self.formats(p, group).values(), self.weight_format(p, group)]
+        return max([form.block for form in forms if form is not None], default=1)
 
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
@@ -259,9 +290,10 @@ class Optimizer(torch.optim.Optimizer):
         if group["max_norm"] is not None:
             grad = clipped(grad, group["max_norm"])
         if self.elementwise:
-            p, grad = self.in_line(p, group), self.in_line(grad, group)
-            self.in_slabs(p, state, group, lambda slab, part: self.update(
-                cut(p, slab), self.gradient(grad, slab, group), part, group))
+            p, grad = self.in_line(group, p, grad)
+            self.in_slabs(p, state, group, lambda slab, part: self.move(
+                p, state, slab, group, lambda weight: self.update(
+                    weight, self.gradient(grad, slab, group), part, group)))
         else:
             self.update(p, grad, state, group)
 
@@ -271,11 +303,20 @@ class Optimizer(torch.optim.Optimizer):
         formats = self.formats(p, group)
         for slab in self.slabs(p, group):
             part = {name: read(state, name, p, slab, formats) for name in state
-                    if not name.endswith("_scale") and isinstance(state[name], Tensor)}
+                    if name != CORRECTION and not name.endswith("_scale")
+                    and isinstance(state[name], Tensor)}
             change(slab, part)
             for name in formats:
                 if name in part:
                     write(state, name, part[name], p, slab, formats)
+
+    def move(self, p: Tensor, state: State, slab: Slab | None, group: Options,
+             change: Callable[[Tensor], None]) -> None:
+        """`change` one slab of a parameter in place, in the type of the arithmetic."""
+        form = self.weight_format(p, group)
+        weight = read_weight(p, state, slab, form)
+        change(weight)
+        write_weight(p, weight, state, slab, form)
 
     # ------------------------------------------------------------------ groups and checkpoints
 
@@ -291,7 +332,10 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `torch.optim`. Low-bit states are in full precision: any `state_bits` loads them."""
+        """As in `torch.optim`. Low-bit states are in full precision: any `state_bits` loads them.
+
+        `correction` is there as it is: other `weight_bits` leave it, and 24 begin without.
+        """
         packed = super().state_dict()
         for mine, group in zip(self.param_groups, packed["param_groups"]):
             for p, index in zip(mine["params"], group["params"]):

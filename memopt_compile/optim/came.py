@@ -7,6 +7,18 @@
 
 No bias is corrected. A parameter with fewer than two dimensions keeps the whole average of
 g² + ε₁ and moves by m: it has no instability term.
+
+A mini-batch in N parts is ours, not published: like AdamA it keeps no gradient. With the N-th roots
+b₁, b₂, b₃ of the β, each part g, 1/N of its mean gradient, takes an N-th of a step:
+
+    r, c ← EMA of N·g² + ε₁ (b₂)          u = N·g / √(r·c / mean(r))
+    û = u / max(1, RMS(u) / (√N·d))       m ← b₁m + (1−b₁)û
+    R, C ← EMA of (k/N)·(û − m)² + ε₂ (b₃), k = (β₁/b₁)²
+
+and `step` then moves θ once. As in AdamA, the square of a sum over the parts is taken as the sum of
+their squares, here as N times the square of each: of g for Σg, of u/N for the update, of (û − m)/N for
+its instability. After m took up the share 1 − b of û, b(û − m) of the former m is left: k makes that
+what a whole step leaves. N = 1 is CAME; where gradients agree, the update is up to √N longer.
 """
 
 from __future__ import annotations
@@ -17,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .accumulation import Accumulating
 from .base import Options, State
 from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
 from .low_bit import precise, read, write
 from .slabs import Slab, cut, kept, root_mean_square
 
 
-class CAME(FactoredOptimizer):
+class CAME(Accumulating, FactoredOptimizer):
     """CAME, equal step by step to the published package with its defaults.
 
     Args:
@@ -35,6 +48,8 @@ class CAME(FactoredOptimizer):
         weight_decay: λ, decoupled.
         factor_dims: see `factors.factored`. Without it the last two dimensions, as published:
             for a convolution of 1×1 that is more state than Adam's. ``"auto"`` never is.
+        micro_batches: N, how many gradients `accumulate` gets for each step (see `Accumulating`).
+            With fewer or more the step takes as many N-ths.
         options: see `Optimizer`; `state_bits` is for m.
 
     State of a parameter: `exp_avg` (m) of its shape; `exp_avg_sq_row`, `exp_avg_sq_col` (r, c),
@@ -46,21 +61,23 @@ class CAME(FactoredOptimizer):
     """
 
     required = frozenset({"lr", "eps", "betas", "clip_threshold"})
-    state_names = frozenset({"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col",
-                             "exp_avg_res_row", "exp_avg_res_col"})
+    state_names = frozenset({"step", "folded", "exp_avg", "exp_avg_sq", "exp_avg_sq_row",
+                             "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"})
     moments = {"exp_avg": True}
 
     def __init__(self, params: Iterable, lr: float | Tensor,
                  eps: tuple[float, float] = (1e-30, 1e-16), clip_threshold: float = 1.0,
                  betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
                  weight_decay: float = 0.0, *, factor_dims: str | Sequence[int] | None = None,
-                 **options: Any) -> None:
+                 micro_batches: int = 1, **options: Any) -> None:
         super().__init__(params, options, lr=lr, eps=eps, clip_threshold=clip_threshold,
-                         betas=betas, weight_decay=weight_decay, factor_dims=factor_dims)
+                         betas=betas, weight_decay=weight_decay, factor_dims=factor_dims,
+                         micro_batches=micro_batches)
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_betas(group, 3)
+        self.check_at_least(group, "micro_batches", 1)
         eps1, eps2 = group["eps"]
         if not (eps1 >= 0 and eps2 >= 0 and group["clip_threshold"] > 0):
             raise self.error(
@@ -76,43 +93,50 @@ class CAME(FactoredOptimizer):
             state[f"{name}_row"], state[f"{name}_col"] = empty_factors(p, dims, kind)
         return state
 
-    def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
-        (beta1, beta2, beta3), (eps1, eps2), lr = group["betas"], group["eps"], self.rate(group)
-        dims = factored(p.shape, group["factor_dims"])
-        pieces, formats, kind = self.slabs(p, group), self.formats(p, group), precise(p)
+    def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
+        (eps1, eps2), n = group["eps"], group["micro_batches"]
+        beta1, beta2, beta3 = (beta ** (1 / n) for beta in group["betas"])
+        dims = factored(grad.shape, group["factor_dims"])
+        pieces, formats, kind = self.slabs(grad, group), self.formats(grad, group), precise(grad)
 
-        def gradient(slab: Slab | None) -> Tensor:
-            return self.gradient(grad, slab, group).to(kind)
+        def gradient(slab: Slab | None) -> Tensor:  # √N·g
+            part = self.gradient(grad, slab, group).to(kind)
+            return part * n**0.5 if n > 1 else part
 
         squares = moment(state, "exp_avg_sq", dims, beta2)
         for slab in pieces:
-            add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, p.shape, 1 - beta2)
+            add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, grad.shape, 1 - beta2)
 
         scaled = kept(lambda slab: inverse_root(squares, slab, dims).mul_(gradient(slab)), pieces)
-        rms = root_mean_square(scaled, pieces, p.numel())
-        excess = (rms / group["clip_threshold"]).clamp(min=1.0)
+        rms = root_mean_square(scaled, pieces, grad.numel())  # of u/√N
+        excess = (rms / group["clip_threshold"]).clamp(min=1.0) / n**0.5
 
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
+        share = group["betas"][0] ** (2 - 2 / n) / n
         for slab in pieces:
-            update, mean = scaled(slab).div_(excess), read(state, "exp_avg", p, slab, formats)
+            update, mean = scaled(slab).div_(excess), read(state, "exp_avg", grad, slab, formats)
             mean.mul_(beta1).add_(update, alpha=1 - beta1)
             if dims is not None:
-                add_mean(residuals, (update - mean) ** 2 + eps2, slab, dims, p.shape, 1 - beta3)
-            write(state, "exp_avg", mean, p, slab, formats)
+                square = update.sub_(mean).square_()
+                if n > 1:
+                    square.mul_(share)
+                add_mean(residuals, square.add_(eps2), slab, dims, grad.shape, 1 - beta3)
+            write(state, "exp_avg", mean, grad, slab, formats)
 
-        if group["weight_decay"] != 0:
-            p.mul_(1 - lr * group["weight_decay"])
-        for slab in pieces:
-            move = read(state, "exp_avg", p, slab, formats) * lr
+    def apply(self, p: Tensor, state: State, group: Options) -> None:
+        dims, formats = factored(p.shape, group["factor_dims"]), self.formats(p, group)
+        residuals = [] if dims is None else moment(state, "exp_avg_res", dims)
+        for slab in self.slabs(p, group):
+            change = read(state, "exp_avg", p, slab, formats) * self.rate(group)
             if dims is not None:
-                move.mul_(inverse_root(residuals, slab, dims))
-            cut(p, slab).sub_(move)
+                change.mul_(inverse_root(residuals, slab, dims))
+            self.descend(p, state, slab, group, change)
 
 
-def moment(state: State, name: str, dims: Dims | None, beta: float) -> list[Tensor]:
+def moment(state: State, name: str, dims: Dims | None, beta: float | None = None) -> list[Tensor]:
     """The tensors of one average, decayed: its two factors, or itself where it has none."""
     names = [name] if dims is None else [f"{name}_row", f"{name}_col"]
-    return [state[name].mul_(beta) for name in names]
+    return [state[name] if beta is None else state[name].mul_(beta) for name in names]
 
 
 def inverse_root(factors: list[Tensor], slab: Slab | None, dims: Dims | None) -> Tensor:

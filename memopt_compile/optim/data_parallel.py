@@ -164,7 +164,7 @@ def _take(optimizer: AdamA, piece: Piece, sums: Tensor) -> None:
         return
     formats, state = optimizer.formats(p, group), optimizer.state[p]
     if not state:
-        state.update(compressed(optimizer.new_state(p, group), formats))
+        state.update(compressed(optimizer.first_state(p, group), formats))
     if "folded" not in state:
         state["step"].add_(1)
         state["folded"] = True

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options
+from .base import Optimizer, Options, State
 from .slabs import Slab, cut
 
 
@@ -40,6 +40,16 @@ class FactoredOptimizer(Optimizer):
             raise self.error(
                 f"a parameter of shape {tuple(p.shape)} cannot be factored by {tuple(dims)}",
                 "choose two dimensions that it has, or give it a group of its own")
+
+    def descend(self, p: Tensor, state: State, slab: Slab | None, group: Options,
+                change: Tensor) -> None:
+        """θ ← (1 − lr·λ)θ − change, one slab."""
+        def decay_and_move(weight: Tensor) -> None:
+            if group["weight_decay"] != 0:
+                weight.mul_(1 - self.rate(group) * group["weight_decay"])
+            weight.sub_(change)
+
+        self.move(p, state, slab, group, decay_and_move)
 
 
 class Dims(NamedTuple):

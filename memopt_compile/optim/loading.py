@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .low_bit import compressed
+from .low_bit import CORRECTION, compressed
 
 if TYPE_CHECKING:
     from .base import Optimizer
@@ -40,9 +40,9 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
         optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
     for _, _, saved, new in saved_parameters(optimizer, state_dict):
-        strange = saved.keys() - optimizer.state_names
+        strange = saved.keys() - optimizer.state_names - {"step", CORRECTION}
         # torch's SGD counts no steps: where it has a buffer it has taken one.
-        missing = new.keys() - saved.keys() - {"step"}
+        missing = new.keys() - saved.keys() - {"step", CORRECTION}
         if strange or missing:
             names = ", ".join(sorted(strange or missing))
             raise optimizer.error(f"the checkpoint has {'a' if strange else 'no'} state {names}",
@@ -54,7 +54,8 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
                                       f"parameter's {tuple(value.shape)}", remedy)
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group, mine in zip(groups, optimizer.param_groups):
-        group["state_bits"] = mine["state_bits"]  # how states are kept here, not a hyperparameter
+        for name in ("state_bits", "weight_bits"):  # how things are kept here, no hyperparameters
+            group[name] = mine[name]
     return {**state_dict, "param_groups": groups}
 
 
@@ -62,6 +63,10 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give every loaded tensor the type and the device that the state has in this optimizer."""
     for group, p, saved, new in saved_parameters(optimizer, state_dict):
         formats = optimizer.formats(p, group)
+        if CORRECTION in new:
+            saved.setdefault(CORRECTION, torch.zeros(p.numel(), dtype=torch.int8))
+        else:
+            optimizer.state[p].pop(CORRECTION, None)
         for name, like in new.items():
             if name in formats:
                 full = saved[name].to(p.device)

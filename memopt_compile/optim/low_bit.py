@@ -3,6 +3,9 @@
 A moment `name` of a parameter is then a vector of codes under that name and one of scales under
 ``name_scale``, or one of bfloat16 numbers. Small parameters keep full precision: they need no
 saving, and are the sensitive ones (biases, norms).
+
+A parameter in bfloat16 that is updated in float32 is read and written the same way. With 24 bits
+the state has what it lacks as a vector of int8, `CORRECTION`.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..quantization.formats import Format, decode, encode
-from ..quantization.rounding import Rounded, rounded
+from ..quantization.rounding import Rounded, joined, rounded, split
 from .slabs import Slab, cut
 
 SMALL = 4096  # elements
+CORRECTION = "correction"
 
 State = dict[str, Tensor]
 Formats = Mapping[str, Format | Rounded]
@@ -65,6 +69,32 @@ def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
         new_codes, new_scales = encode(value, form)
         state[name][codes].copy_(new_codes)
         state[f"{name}_scale"][scales].copy_(new_scales)
+
+
+def read_weight(p: Tensor, state: State, slab: Slab | None, form: Rounded | None) -> Tensor:
+    """One slab of a parameter: its own memory without a format, else a copy in float32."""
+    part = cut(p, slab)
+    if form is None:
+        return part
+    if form.bits == 16:
+        return part.to(torch.float32)
+    codes, _, _ = ranges(form, p, slab)
+    return joined(part, state[CORRECTION][codes].view(part.shape))
+
+
+def write_weight(p: Tensor, value: Tensor, state: State, slab: Slab | None,
+                 form: Rounded | None) -> None:
+    """Store what `read_weight` gave, after a change in place."""
+    if form is None:
+        return
+    (codes, _, _), part = ranges(form, p, slab), cut(p, slab)
+    given = value, form, whole(state["step"]), codes.start or 0
+    if form.bits == 16:
+        part.copy_(rounded(*given).view(part.shape))
+    else:
+        high, low = split(*given)
+        part.copy_(high.view(part.shape))
+        state[CORRECTION][codes].copy_(low)
 
 
 def whole(step: Tensor) -> Any:

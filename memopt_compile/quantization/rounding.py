@@ -1,4 +1,4 @@
-"""bfloat16 with stochastic rounding: up or down, the likelier the nearer, so that the mean is right.
+"""bfloat16, alone or with a byte, by stochastic rounding: up or down, the likelier the nearer.
 
 A moment that moves by a thousandth of itself in a step never moves if it is rounded to the
 nearest of bfloat16's numbers, which are 2⁻⁸ apart. Rounded at random it moves in one step of many.
@@ -6,6 +6,13 @@ nearest of bfloat16's numbers, which are 2⁻⁸ apart. Rounded at random it mov
 What decides is a hash of the seed, the step and the element's place: no state but the step count
 that the optimizer has anyway. So a step gives the same eager, captured, in slabs of any size, and
 after a restart.
+
+24 bits are those of a float32 without its last 8: the bfloat16 nearest to them, and in a byte what
+it lacks, in 256ths of its last place (the idea of FlashOptim's master weights). As integers,
+
+    bits = high·2¹⁶ + low·2⁸,  −128 ≤ low < 128,
+
+whether or not a power of 2 lies between, and nothing is lost in taking apart and joining.
 """
 
 from __future__ import annotations
@@ -24,6 +31,8 @@ class Rounded(NamedTuple):
     """How a tensor is stored: a bfloat16 for each element, chosen with this seed."""
 
     seed: int
+    bits: int = 16
+    """Or 24: with a byte that holds the next 8 bits."""
     block: int = 256
     """Elements in whole multiples of which it is cut, as `Format`. They share nothing."""
 
@@ -39,11 +48,31 @@ def rounded(value: Tensor, form: Rounded, step: Any, first: int = 0) -> Tensor:
         step: count of steps, an integer or a 0-dim tensor of one.
         first: the place of the first element in its tensor.
     """
-    bits = value.reshape(-1).to(torch.float32).view(torch.int32)
+    return _bits(value, form, step, first).view(torch.float32).to(torch.bfloat16)
+
+
+def split(value: Tensor, form: Rounded, step: Any, first: int = 0) -> tuple[Tensor, Tensor]:
+    """All elements in row-major order in 24 bits, without bias: (high, bfloat16; low, int8)."""
+    bits = _bits(value, form, step, first)
+    high = (bits + (1 << 15)) & (-1 << 16)
+    return high.view(torch.float32).to(torch.bfloat16), ((bits - high) >> 8).to(torch.int8)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """What `split` took apart, float32. A zero from elsewhere, `low` below it, stays a zero."""
+    bits, low = high.to(torch.float32).view(torch.int32), low.to(torch.int32)
+    return (bits + (torch.where(high == 0, low.relu(), low) << 8)).view(torch.float32)
+
+
+def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
+    """The float32 bits of `value` as int32, those beyond `form.bits` rounded away."""
+    flat = value.reshape(-1).to(torch.float32)
+    # Some devices' NaN has all bits set: a carry would make a number of it.
+    bits = torch.where(flat.isnan(), float("nan"), flat).view(torch.int32)
     places = torch.arange(first, first + value.numel(), dtype=torch.int32, device=value.device)
-    # The lower half is what bfloat16 drops: a uniform number carries in proportion to it.
-    bits = noise(places, form.seed, step).add_(bits).bitwise_and_(-1 << 16)
-    return bits.view(torch.float32).to(torch.bfloat16)
+    # The lower bits are what is dropped: a uniform number carries in proportion to them.
+    drawn = noise(places, form.seed, step) >> (form.bits - 16)
+    return drawn.add_(bits).bitwise_and_(-1 << (32 - form.bits))
 
 
 def noise(places: Tensor, seed: int, step: Any) -> Tensor:

@@ -228,3 +228,13 @@ def test_a_copy_whose_values_are_scattered_is_its_source():
     check(step, Canonicalize())
     assert "copy" not in step.text()
     assert "slice_scatter(zeros_0, x0, 1, 1, 2)" in step.text()
+
+
+def test_a_scatter_over_all_of_a_tensor_is_what_it_scatters():
+    def body(p, x):
+        p.copy_(torch.slice_scatter(p, x.sin(), 0, 0, 2**63 - 1))
+        return torch.slice_scatter(x, x[:1], 0, 0, 1)
+
+    step = by_hand(body, ("p", doubles(3)), ("x", doubles(3)))
+    check(step, Canonicalize())
+    assert "copy_(p0, sin_0)" in step.text() and step.op_counts()["slice_scatter"] == 1

@@ -118,3 +118,20 @@ def test_a_model_is_refused():
     step = two_backwards()
     step.kind = "model"
     assert "update" in WriteBackEarly().requires(step)
+
+
+def test_codes_are_written_where_they_are_decoded():
+    """What is complete later reads the decoded value only, which is of another type."""
+    def body(p, m, x):
+        of_0 = gradient(x * seed(torch.sum(x * p)))
+        of_1 = gradient(p.sin() * seed(torch.sum(x + p)))
+        m1 = (m.to(torch.float64) / 16 + of_0).to(torch.float32)
+        m2 = (m1.to(torch.float64) / 16 + of_1).to(torch.float32)
+        m.copy_(m2)
+        p.copy_(p - m2.to(torch.float64))
+
+    step = by_hand(body, ("p", doubles(4)), ("s", torch.rand(4)), ("x", doubles(4)))
+    check(step, WriteBackEarly())
+    early, *others = [n for n in step.computing() if n.target is torch.ops.aten.copy_.default]
+    assert len(others) == 2 and step.phase(early) is Phase.BACKWARD
+    assert early.args[1].users.keys() == {early}  # nothing else keeps the codes alive

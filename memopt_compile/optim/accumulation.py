@@ -1,0 +1,117 @@
+"""Optimizers that take the gradients of a mini-batch in parts, and keep none of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .base import Optimizer, Options, State, clipped, finite
+
+
+class Accumulating(Optimizer):
+    """An optimizer whose update is a sequence of two, so that the first can come in parts:
+
+    - ``fold(grad, state, group, first)``: take a gradient into the state of its parameter, `first`
+      if it is the first of the mini-batch. An `elementwise` one gets slabs of both, and a gradient
+      to descend along; another gets the whole, and takes `gradient` of it.
+    - ``apply(p, state, group)``: move the parameter by its state, a slab of each or the whole.
+
+    >>> for x, y in memopt.micro_batches(n, inputs, targets):
+    ...     (loss(x, y) / n).backward()
+    ...     opt.accumulate()
+    >>> opt.step()
+
+    `step` first folds what gradients there are: the last micro-batch needs no call. Between
+    `accumulate` and `step` a parameter's state has `folded`, True where a micro-batch is in it. A
+    parameter that got no gradient in a mini-batch is left alone. With `skip_nonfinite` a
+    micro-batch is skipped, for the parameters concerned; such a step is not captured whole.
+    """
+
+    ranks = 1  # processes that share a mini-batch
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Fold every gradient into its parameter's state, and free it."""
+        self._init_groups()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._fold_and_free(p, p.grad, group)
+
+    def accumulate_in_backward(self) -> Handles:
+        """From now on fold each gradient as soon as a backward has finished it.
+
+        No more than the gradients of one layer are alive then. For eager use: a step whose
+        parameters have hooks is not captured whole. Call it once, after the last parameter group
+        was added; ``remove()`` of the handle ends it.
+        """
+        hooks = [p.register_post_accumulate_grad_hook(partial(self._hook, index))
+                 for index, group in enumerate(self.param_groups) for p in group["params"]
+                 if p.requires_grad]
+        return Handles(hooks)
+
+    def _hook(self, index: int, p: Tensor) -> None:
+        group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
+        if p.grad is not None:
+            with torch.no_grad():
+                self._init_group({**group, "params": [p]})
+                self._fold_and_free(p, p.grad, group)
+
+    def _fold_and_free(self, p: Tensor, grad: Tensor, group: Options) -> None:
+        p.grad = None
+        if group["skip_nonfinite"] and not finite(grad):
+            return
+        if group["max_norm"] is not None:
+            grad = clipped(grad, group["max_norm"] * self.ranks)
+        state = self.state[p]
+        first = not state.get("folded", False)
+        if first and "step" in state:
+            state["step"].add_(1)
+        state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
+        if self.elementwise:
+            p, grad = self.in_line(group, p, grad)
+            self.in_slabs(p, state, group, lambda slab, part: self.fold(
+                self.gradient(grad, slab, group), part, group, first))
+        else:
+            self.fold(grad, state, group, first)
+
+    def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        self.fold(grad, state, group, first=True)
+        self.apply(p, state, group)
+
+    def _step(self) -> None:
+        """Finish the mini-batch: fold what gradients are left, then move the parameters."""
+        self._init_groups()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if not state.get("folded", False):
+                    if p.grad is not None:
+                        self._guarded(p, p.grad, state, group)
+                    continue
+                if p.grad is not None:
+                    self._fold_and_free(p, p.grad, group)
+                del state["folded"]
+                if self.elementwise:
+                    self._apply_in_slabs(p, state, group)
+                else:
+                    self.apply(p, state, group)
+
+    def _apply_in_slabs(self, p: Tensor, state: State, group: Options) -> None:
+        p, = self.in_line(group, p)
+        self.in_slabs(p, state, group, lambda slab, part: self.move(
+            p, state, slab, group, lambda weight: self.apply(weight, part, group)))
+
+
+class Handles:
+    """The handles of several hooks as one."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
