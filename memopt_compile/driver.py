@@ -198,6 +198,8 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
         return eager.lower(step)
     record.observe("captured", step)
     limit = planned = record.budget_bytes()
+    if limit is not None:
+        _fix_sizes(step)
     # Inductor allocates a little otherwise than the schedule says: how much, only its code tells.
     again = None if limit is None or record.lowering == "eager" else step.copy()
     lowered = _run_passes_and_lower(step, record, planned)
@@ -214,6 +216,13 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
     if record.device.type == "cpu":
         devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
     return record.measured(lowered)
+
+
+def _fix_sizes(step: StepGraph) -> None:
+    """Have every batch size compiled, and so planned, by itself: what fits one may not fit another."""
+    for node in step.placeholders:
+        if isinstance(node.meta["val"], torch.SymInt):
+            int(node.meta["val"])  # Dynamo guards on what is asked
 
 
 def _run_passes_and_lower(step: StepGraph, record: Compilation, limit: int | None) -> Callable:

@@ -47,17 +47,17 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Fr
     """
     budgets = options.get("memory_budget")
     if not isinstance(budgets, list | tuple):
-        return Report.of(_compiled(step, args, options))
+        return Report.of(planned(step, args, options))
     for budget in budgets:
         Options.from_dict({**options, "memory_budget": budget})
-    record = _compiled(step, args, {**options, "memory_budget": None}, captured_only=True)
+    record = planned(step, args, {**options, "memory_budget": None}, captured_only=True)
     if record.captured is None:
         raise CaptureError(f"there is no whole step to plan: {record.reason or 'no backward() in it'}",
                            where=record.where, do="see memopt.explain with one budget or none")
     return frontier(record, [b for b in budgets if b is not None])
 
 
-def _compiled(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
+def planned(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
               captured_only: bool = False) -> Compilation:
     """The record of compiling `step` for `args`, without running anything of it."""
     refuse_unbuilt(Options.from_dict(options))
@@ -71,8 +71,8 @@ def _compiled(step: Callable[..., Any], args: Sequence[Any], options: dict[str, 
           compat_trace.raising_after_first_frame(signal)):
         try:
             compiled(*args)
-        except _Planned as planned:
-            failure = planned.__cause__
+        except _Planned as stopped:
+            failure = stopped.__cause__
     failure = plan.refusal or failure
     if failure is not None:
         raise failure

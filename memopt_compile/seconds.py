@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from .compat_trace import pytree
+from .compat_trace import hinted, pytree
 from .step_graph import OPERATOR, aliased_args, nbytes
 
 
@@ -60,8 +60,8 @@ def flops(node: fx.Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     value = node.meta.get("val")
     if formula is not None:
-        return int(formula(*args, **kwargs, out_val=value))
-    return sum(v.numel() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
+        return hinted(formula(*args, **kwargs, out_val=value))
+    return sum(hinted(v.numel()) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
 def roofline(device: torch.device | str) -> Callable[[fx.Node], float]:

@@ -135,6 +135,36 @@ def test_a_frontier_needs_a_step():
                        memory_budget=[0.5])
 
 
+def test_every_batch_size_has_its_own_plan():
+    step, (x, y), _ = make()
+    free = memopt.explain(step, x, y, lowering="eager")
+    budget = free.resident_bytes + int(0.7 * (free.predicted_peak_bytes - free.resident_bytes))
+    torch._dynamo.reset()
+    fast = memopt.compile(make()[0], lowering="eager", memory_budget=budget)
+    for rows in (16, 8, 16, 12, 16, 8):
+        fast(x[:rows], y[:rows])
+    report = memopt.report(fast)
+    found = [report, *report.others]
+    assert len(found) == 3 and sum(r.plan is not None for r in found) >= 1
+    assert all(r.measured_peak_bytes <= budget for r in found)
+
+
+def test_with_gradients_folded_into_states():
+    def folded(budget):
+        torch._dynamo.reset()
+        step, args, model = make(micro_batches=2)
+        fast = memopt.compile(step, lowering="eager", accumulate="optimizer_states",
+                              memory_budget=budget)
+        for _ in range(3):
+            fast(*args)
+        return memopt.report(fast), [p.detach() for p in model.parameters()]
+
+    free, expected = folded(None)
+    found, got = folded(between(free, 0.7))
+    assert found.measured_peak_bytes <= found.budget_bytes and found.plan.chosen("recompute")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got))
+
+
 @pytest.mark.inductor
 def test_kept_on_inductor():
     kind = {"dtype": torch.float32, "dropout": 0.0}
