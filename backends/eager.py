@@ -10,6 +10,7 @@ neither a view nor pointwise is checked, and copied into the promised layout if 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,9 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     graph = step.graph
     names: dict[fx.Node, str] = {n: f"v{i}" for i, n in enumerate(graph.nodes)}
     objects: dict[str, Any] = {"in_layout": in_layout}
+    order = items_at_once(graph)
     last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    for node in order:
         for argument in (node, *node.all_input_nodes):
             last[argument] = node
     dying: dict[fx.Node, list[fx.Node]] = {}
@@ -56,7 +58,7 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     if arguments:
         lines.append(f"    [{', '.join(names[n] for n in arguments)}] = inputs")
     lines.append("    inputs.clear()")
-    for node in graph.nodes:
+    for node in order:
         if node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
         elif node.op == "get_attr":
@@ -72,6 +74,18 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
         if node.op != "output" and dying.get(node):
             lines.append("    del " + ", ".join(names[d] for d in dying[node]))
     return "\n".join(lines) + "\n", objects
+
+
+def items_at_once(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes in order, but items right behind the tuple that they are of: it would hold all of
+    them until the last is taken."""
+    order: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        stack = [node]
+        while stack:
+            order[stack[-1]] = None
+            stack += [u for u in stack.pop().users if u.target is operator.getitem]
+    return list(order)
 
 
 def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -73,8 +73,7 @@ class Lifetimes:
 def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetimes:
     """Owners and sizes of every storage that the graph itself allocates (`number`: see `nbytes`).
 
-    An item of a tuple owns its storage; what nobody takes from the tuple dies with it, which is
-    when the last item has been taken.
+    An item of a tuple owns its storage, from the tuple on; what nobody takes dies at once.
     """
     roots = storage_roots(graph)
     inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
@@ -91,6 +90,7 @@ def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetim
         if node.target is operator.getitem:
             born[node] = 0
             size[node.args[0]] -= size[node]
+            touched[node] = frozenset([node])
     kept = frozenset(r for a in graph.output_node().all_input_nodes for r in roots[a])
     return Lifetimes(size, touched, kept, born)
 
