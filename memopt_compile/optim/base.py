@@ -178,22 +178,17 @@ class Optimizer(torch.optim.Optimizer):
             state["step"] = self.no_steps()
         return state
 
-    def in_line(self, tensor: Tensor, group: Options) -> Tensor:
-        """A parameter or its gradient as a vector, if all its moments are, for an elementwise
-        update: their blocks are then its too, in every slab and every fused loop.
+    def in_blocks(self, p: Tensor, grad: Tensor, group: Options) -> tuple[Tensor, Tensor]:
+        """Both in the blocks of the moments, if all have some, for an elementwise update: so that
+        loops over parameter and moments can be fused.
         """
-        if self.moments.keys() <= self.formats(tensor, group).keys() and tensor.is_contiguous():
-            return tensor.view(-1)
-        return tensor
-
-    @staticmethod
-    def scalar(value: Any) -> Any:
-        """A number of the whole update, computed once. A 0-dim tensor that is only read by
-        elementwise arithmetic Inductor computes again for every few elements of it.
-        """
-        if torch.compiler.is_compiling() and torch.is_tensor(value):
-            return value.as_strided((), ())
-        return value
+        formats = self.formats(p, group)
+        if not (formats and self.moments.keys() <= formats.keys()
+                and p.is_contiguous() and grad.is_contiguous()):
+            return p, grad
+        form = next(iter(formats.values()))
+        shape = (-1, *form.shape) if p.numel() % form.block == 0 else (-1,)
+        return p.view(shape), grad.view(shape)
 
     def block(self, p: Tensor, group: Options) -> int:
         """Of how many elements the slabs of `p` are whole multiples."""
@@ -259,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
         if group["max_norm"] is not None:
             grad = clipped(grad, group["max_norm"])
         if self.elementwise:
-            p, grad = self.in_line(p, group), self.in_line(grad, group)
+            p, grad = self.in_blocks(p, grad, group)
             self.in_slabs(p, state, group, lambda slab, part: self.update(
                 cut(p, slab), self.gradient(grad, slab, group), part, group))
         else:
