@@ -284,6 +284,19 @@ def test_gradient_of_other_strides(make, bits):
     assert difference(ps, qs) <= 1e-12
 
 
+@every
+@bits
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_not_finite_gradient_is_skipped_when_asked(make, bits, bad):
+    ps, opt = train(lambda p: make(p, state_bits=bits, skip_nonfinite=True), 2, shapes=[BIG, SMALL])
+    before = copy.deepcopy((ps, states(opt)))
+    give_gradients(ps, 0)
+    for p in ps:
+        p.grad.view(-1)[3] = bad
+    opt.step()
+    assert difference([*ps, *states(opt)], [*before[0], *before[1]]) == 0
+
+
 def test_refuses_other_widths():
     with pytest.raises(OptimizerError, match="state_bits is 12"):
         optim.AdamW(parameters(), state_bits=12)
