@@ -157,10 +157,12 @@ def _scalars_once(module: fx.GraphModule) -> None:
     """Store a 0-dim number that elementwise operators on the CPU read.
 
     Inductor would compute it again for every few elements of them: the powers of an optimizer's
-    bias correction take longer there than all else. `as_strided` makes it a buffer of its own.
+    bias correction take longer there than all else. `as_strided` makes it a buffer of its own; of
+    a view it would forget the place.
     """
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or not _on_cpu(node) or node.meta["val"].dim():
+        if not _on_cpu(node) or node.meta["val"].dim() or not isinstance(
+                node.target, torch._ops.OpOverload) or node.target._schema.returns[0].alias_info:
             continue
         readers = [user for user in node.users if _on_cpu(user) and user.meta["val"].dim()]
         if readers:
