@@ -1,4 +1,4 @@
-"""Eager, torch.compile and memopt on one step: bytes and seconds, each in a process of its own."""
+"""Ways to run one step: bytes and seconds, each way in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from .measure import measure
 from .report import report
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
+WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
 ROUNDS, CALLS = 3, 5
 HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "first call s")
 
@@ -45,30 +46,31 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         print(json.dumps([timed() for _ in range(CALLS)]), flush=True)
 
 
-def compare(command: Sequence[str]) -> None:
-    """Run `command --measure NAME`, which calls `answer`, for each backend, and print one table.
+def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) -> None:
+    """Run `command`, which calls `answer`, with the arguments of each way, and print one table.
 
     Each process has a compilation cache of its own, so that none finds what another compiled.
     The timed rounds take turns, so that all see the same machine.
     """
-    names = [name for name in TITLES if name != "inductor" or compiler_available()]
+    names = [name for name in ways if "inductor" not in ways[name] or compiler_available()]
     with ExitStack() as stack:
         workers = {}
         found, times = {}, {name: [] for name in names}
         for name in names:
-            print(f"measuring {TITLES[name]} ...", flush=True)
+            print(f"measuring {name} ...", flush=True)
             cache = stack.enter_context(tempfile.TemporaryDirectory())
-            workers[name] = stack.enter_context(_Worker([*command, "--measure", name], cache))
+            workers[name] = stack.enter_context(_Worker([*command, *ways[name]], cache))
             found[name] = workers[name].answer()
         for _ in range(ROUNDS):
             for name in names:
                 times[name] += workers[name].ask()
-    lower = min(found[name]["peak"] for name in names if name != "memopt")
+    rivals = [name for name in names if "memopt" not in ways[name]] or names
+    lower = min(found[name]["peak"] for name in rivals)
     rows = []
     for name in names:
         peak, predicted = found[name]["peak"], found[name].get("predicted")
         told = (f"{predicted / 2**20:.2f}", f"{predicted / peak - 1:+.2%}") if predicted else ("",) * 2
-        rows.append((TITLES[name], f"{peak / 2**20:.2f}", f"{peak / lower:.3f}", *told,
+        rows.append((name, f"{peak / 2**20:.2f}", f"{peak / lower:.3f}", *told,
                      f"{statistics.median(times[name]) * 1e3:.0f}", f"{found[name]['first']:.1f}"))
     print(tabulate(rows, HEADERS, disable_numparse=True, stralign="right"))
     print("peak: parameters, gradients, optimizer state and batch included, exact to the byte")

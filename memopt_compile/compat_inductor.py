@@ -121,7 +121,8 @@ def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
-    _copy_in_line(module)
+    _copy_as_computed(module)
+    _scalars_once(module)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
@@ -131,24 +132,52 @@ def compile_graph(module: fx.GraphModule) -> tuple[Callable[[list], Any], str]:
     return compiled, getattr(compiled, "source_code", "")
 
 
-def _copy_in_line(module: fx.GraphModule) -> None:
+def _copy_as_computed(module: fx.GraphModule) -> None:
     """Copy into a view of an input in place of copying a view of the result.
 
     Inductor fuses loops over the same shape: one over the rows of a parameter is not fused with
-    one over the codes of its moments, and what both compute from them is then computed twice.
+    one over the blocks of its moments, and what both compute from them is then computed twice.
     """
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, source = node.args[:2]
         if into.op == "placeholder" and not node.users and source.target is aten.view.default:
             whole, value = source.args[0], into.meta["val"]
-            if (value.is_contiguous() and whole.meta["val"].dim() == 1
+            shape = whole.meta["val"].shape
+            if (value.is_contiguous() and whole.meta["val"].is_contiguous()
                     and value.shape == source.meta["val"].shape):
                 with module.graph.inserting_before(node):
-                    line = module.graph.call_function(aten.view.default, (into, [-1]))
-                line.meta["val"] = value.view(-1)
-                node.args = (line, whole, *node.args[2:])
+                    view = module.graph.call_function(aten.view.default, (into, list(shape)))
+                view.meta["val"] = value.view(shape)
+                node.args = (view, whole, *node.args[2:])
     module.recompile()
+
+
+def _scalars_once(module: fx.GraphModule) -> None:
+    """Store a 0-dim number that elementwise operators on the CPU read.
+
+    Inductor would compute it again for every few elements of them: the powers of an optimizer's
+    bias correction take longer there than all else. `as_strided` makes it a buffer of its own; of
+    a view it would forget the place.
+    """
+    for node in list(module.graph.nodes):
+        if not _on_cpu(node) or node.meta["val"].dim() or not isinstance(
+                node.target, torch._ops.OpOverload) or node.target._schema.returns[0].alias_info:
+            continue
+        readers = [user for user in node.users if _on_cpu(user) and user.meta["val"].dim()]
+        if readers:
+            with module.graph.inserting_after(node):
+                stored = module.graph.call_function(
+                    torch.ops.aten.as_strided.default, (node, [], []))
+            stored.meta["val"] = node.meta["val"]
+            for reader in readers:
+                reader.replace_input_with(node, stored)
+    module.recompile()
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def computed_again(graph: fx.Graph) -> contextlib.AbstractContextManager:

@@ -14,6 +14,7 @@ call of a compiled function compiles inside the window: call it once before meas
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import defaultdict, deque
@@ -159,7 +160,8 @@ def _survey(
         kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
         # By type(), since isinstance() would wake lazy modules and proxies among the objects.
         for item in [item for item in gc.get_objects() if issubclass(type(item), kinds)]:
-            claims += _walk(item, "others", strict=True)
+            with contextlib.suppress(RuntimeError):  # a view that autograd no longer lets be asked
+                claims += _walk(item, "others", strict=True)
     else:
         claims += _walk(resident, "others", strict=True)
     claims.sort(key=lambda claim: ROLES.index(claim[1]))

@@ -214,3 +214,13 @@ def test_picture_of_a_planned_timeline_and_of_many_points(tmp_path):
     draw(measure(block, MIB, resident=()), tmp_path / "one.svg")
     with pytest.raises(ValueError, match="no timeline"):
         draw({}, tmp_path / "none.svg")
+
+
+def test_a_view_that_autograd_forbids_to_ask_is_no_hindrance():
+    base = torch.zeros(4)
+    with torch.no_grad():
+        view = base.view(2, 2)
+    base.mul_(torch.ones(4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="view was created in no_grad"):
+        view.is_leaf  # noqa: B018
+    assert measure(lambda: torch.zeros(256).sum()).transient_peak_bytes >= 1024

@@ -72,7 +72,7 @@ class Accumulating(Optimizer):
             state["step"].add_(1)
         state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
         if self.elementwise:
-            p, grad = self.in_line(group, p, grad)
+            p, grad = self.in_blocks(group, p, grad)
             self.in_slabs(p, state, group, lambda slab, part: self.fold(
                 self.gradient(grad, slab, group), part, group, first))
         else:
@@ -101,7 +101,7 @@ class Accumulating(Optimizer):
                     self.apply(p, state, group)
 
     def _apply_in_slabs(self, p: Tensor, state: State, group: Options) -> None:
-        p, = self.in_line(group, p)
+        p, = self.in_blocks(group, p)
         self.in_slabs(p, state, group, lambda slab, part: self.move(
             p, state, slab, group, lambda weight: self.apply(weight, part, group)))
 

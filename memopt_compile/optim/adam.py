@@ -80,9 +80,9 @@ class Adam(Optimizer):
         v = state["exp_avg_sq"]
         if group["amsgrad"]:
             v = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], v))
-        unbias = self.scalar((1 - beta2**count) ** 0.5)
+        unbias = (1 - beta2**count) ** 0.5
         root = v.sqrt().div_(unbias).add_(group["eps"])
-        p.addcdiv_(state["exp_avg"], root, value=self.scalar(-(lr / (1 - beta1**count))))
+        p.addcdiv_(state["exp_avg"], root, value=-(lr / (1 - beta1**count)))
 
 
 class AdamW(Adam):

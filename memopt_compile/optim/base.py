@@ -209,22 +209,16 @@ class Optimizer(torch.optim.Optimizer):
             state[CORRECTION] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
         return state
 
-    def in_line(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
-        """A parameter, and what has its shape, as vectors, if all its moments are, for an elementwise
-        update: their blocks are then its too, in every slab and every fused loop.
+    def in_blocks(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
+        """A parameter, and what has its shape, in the blocks of the moments, if all have some, for an
+        elementwise update: so that loops over parameter and moments can be fused.
         """
-        if self.moments.keys() <= self.formats(p, group).keys() and p.is_contiguous():
-            return [p.view(-1), *(other.reshape(-1) for other in others)]
-        return [p, *others]
-
-    @staticmethod
-    def scalar(value: Any) -> Any:
-        """A number of the whole update, computed once. A 0-dim tensor that is only read by
-        elementwise arithmetic Inductor computes again for every few elements of it.
-        """
-        if torch.compiler.is_compiling() and torch.is_tensor(value):
-            return value.as_strided((), ())
-        return value
+        formats = self.formats(p, group)
+        if not (formats and self.moments.keys() <= formats.keys() and p.is_contiguous()):
+            return [p, *others]
+        form = next(iter(formats.values()))
+        shape = (-1, *form.shape) if p.numel() % form.block == 0 else (-1,)
+        return [p.view(shape), *(other.reshape(shape) for other in others)]
 
     def block(self, p: Tensor, group: Options) -> int:
         """Of how many elements the slabs of `p` are whole multiples."""
@@ -290,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         if group["max_norm"] is not None:
             grad = clipped(grad, group["max_norm"])
         if self.elementwise:
-            p, grad = self.in_line(group, p, grad)
+            p, grad = self.in_blocks(group, p, grad)
             self.in_slabs(p, state, group, lambda slab, part: self.move(
                 p, state, slab, group, lambda weight: self.update(
                     weight, self.gradient(grad, slab, group), part, group)))

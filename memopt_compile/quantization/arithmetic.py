@@ -55,10 +55,16 @@ def codes(shares: Tensor, form: Format) -> Tensor:
     return (number + (zero - (first - 1))).to(torch.uint8)
 
 
-def points(codes: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """The points, of `dtype`, of bytes of codes."""
+def points(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """The points, of `dtype`, of blocks of codes, each a row of bytes."""
     if form.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)
+        shifts = torch.arange(0, 8, 4, dtype=torch.int32, device=blocks.device)[:, None]
+        blocks = (blocks[:, None].to(torch.int32) >> shifts) & 15
+    return of_numbers(blocks, form, dtype)
+
+
+def of_numbers(codes: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """The point of each code."""
     if not form.decades:
         return (codes.to(dtype) + 1) / len(form.points)
     zero, first = numbering(form)

@@ -32,9 +32,17 @@ class Format(NamedTuple):
     decades: int = 0
     """Of a dynamic map. The points of another are at equal distances."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a block: two codes of 4 bits share a byte, those of its first and second half, which
+        so are read and written side by side."""
+        return (self.block,) if self.bits == 8 else (2, self.block // 2)
+
     def sizes(self, count: int) -> tuple[int, int]:
         """Bytes of the codes and number of the scales of `count` elements."""
-        return math.ceil(count * self.bits / 8), math.ceil(count / self.block)
+        whole, rest = divmod(count, self.block)
+        size = self.block * self.bits // 8
+        return whole * size + min(rest, size), math.ceil(count / self.block)
 
 
 def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
@@ -58,28 +66,31 @@ FORMATS = {
 
 
 def encode(value: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of all elements in row-major order: uint8, two 4-bit codes in one; float32.
+    """(codes, scales) of all elements in row-major order: uint8, see `Format.shape`; float32.
 
     Each element gets its nearest point, in float32. NaN and infinite values have none.
     """
     count = value.numel()
-    blocks = whole_blocks(value.reshape(-1).to(torch.float32), form.block).view(-1, form.block)
-    scales = blocks.amax(1, keepdim=True)
+    flat = whole_blocks(value.reshape(-1).to(torch.float32), form.block)
+    blocks = flat.view(-1, *form.shape)
+    inner = list(range(1, blocks.dim()))
+    scales = blocks.amax(inner, keepdim=True)
     if form.points[0] < 0:
-        least = blocks.amin(1, keepdim=True)
+        least = blocks.amin(inner, keepdim=True)
         scales = torch.where(scales >= -least, scales, least)
-    shares = (blocks / torch.where(scales == 0, 1.0, scales)).view(-1)
+    shares = blocks / torch.where(scales == 0, 1.0, scales)
     codes = (arithmetic if torch.compiler.is_compiling() else tables).codes(shares, form)
     if form.bits == 4:
-        codes = codes[0::2] | (codes[1::2] << 4)
-    return codes[:form.sizes(count)[0]], scales.view(-1)
+        codes = codes[:, 0] | (codes[:, 1] << 4)
+    return codes.view(-1)[:form.sizes(count)[0]], scales.view(-1)
 
 
 def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype) -> Tensor:
     """The `count` elements as a vector."""
-    whole = whole_blocks(codes, form.block * form.bits // 8)
-    flat = (arithmetic if torch.compiler.is_compiling() else tables).points(whole, form, dtype)
-    return flat.view(-1, form.block).mul_(scales.to(dtype)[:, None]).view(-1)[:count]
+    size = form.block * form.bits // 8
+    blocks = whole_blocks(codes, size).view(-1, size)
+    values = (arithmetic if torch.compiler.is_compiling() else tables).points(blocks, form, dtype)
+    return values.mul_(scales.to(dtype).view(-1, *[1] * len(form.shape))).view(-1)[:count]
 
 
 def whole_blocks(flat: Tensor, block: int) -> Tensor:

@@ -36,6 +36,10 @@ class Rounded(NamedTuple):
     block: int = 256
     """Elements in whole multiples of which it is cut, as `Format`. They share nothing."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.block,)
+
     def sizes(self, count: int) -> tuple[int, int]:
         """Numbers of stored elements and of scales."""
         return count, 0
@@ -84,8 +88,8 @@ def noise(places: Tensor, seed: int, step: Any) -> Tensor:
     left, right = (places >> 16) & 0xFFFF, places & 0xFFFF
     for multiplier, by_step, by_seed in ROUNDS:
         key = (step * by_step + seed * by_seed) & 0xFFFF
-        if isinstance(key, Tensor):  # as a tensor of its own it is computed once
-            key = key.to(torch.int32).as_strided((), ())
+        if isinstance(key, Tensor):
+            key = key.to(torch.int32)
         mixed = (((right ^ key) * multiplier) >> 8) & 0xFFFF
         left, right = right, left ^ mixed
     return right

@@ -15,24 +15,28 @@ if TYPE_CHECKING:
 
 
 def codes(shares: Tensor, form: Format) -> Tensor:
-    """What `arithmetic.codes` gives for a float32 vector.
+    """What `arithmetic.codes` gives for contiguous float32 shares.
 
     A table is read by the upper 16 bits of a float: among the floats of one such cell there is one
     boundary between codes at most, and what the table holds carries from the lower 16 bits into
     the code where they are past it.
     """
-    bits = shares.view(torch.int32)
+    bits = shares.view(-1).view(torch.int32)
     result = _cells(form, shares.device).index_select(0, (bits >> 16).bitwise_and_(0xFFFF))
     result.add_(bits).bitwise_right_shift_(16)
     if form.points[0] < 0:  # among negative floats more bits are a lesser number
         result.bitwise_xor_(bits >> 31)
-    return result.to(torch.uint8)
+    return result.to(torch.uint8).view(shares.shape)
 
 
-def points(codes: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """What `arithmetic.points` gives for an even number of codes, or of bytes of two."""
-    index = codes.view(torch.uint16).to(torch.int32) if form.bits == 8 else codes.long()
-    return _pairs(form, dtype, codes.device).index_select(0, index).view(dtype)
+def points(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """What `arithmetic.points` gives."""
+    flat = blocks.view(-1)
+    index = flat.view(torch.uint16).to(torch.int32) if form.bits == 8 else flat.to(torch.int32)
+    pairs = _pairs(form, dtype, flat.device).index_select(0, index).view(dtype)
+    if form.bits == 8:
+        return pairs.view(blocks.shape)
+    return pairs.view(*blocks.shape, 2).transpose(1, 2).contiguous()
 
 
 @functools.cache
@@ -58,9 +62,7 @@ def _cells(form: Format, device: torch.device) -> Tensor:
 @functools.cache
 def _pairs(form: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The points of two codes as one number of twice the size: half as many are looked up."""
-    codes = torch.arange(2**form.bits, dtype=torch.uint8)
-    single = codes if form.bits == 8 else codes[0::2] | codes[1::2] << 4
-    points = arithmetic.points(single, form, dtype)
+    points = arithmetic.of_numbers(torch.arange(2**form.bits), form, dtype)
     pair = {torch.float32: torch.float64, torch.float64: torch.complex128}[dtype]
     both = torch.arange(4**form.bits)
     both = torch.stack((both & 2**form.bits - 1, both >> form.bits), dim=1)

@@ -8,6 +8,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from memopt_compile import compat_inductor
 from memopt_compile.backends import eager, inductor
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
@@ -168,6 +169,17 @@ def test_alpha_of_an_add_to_a_matmul_is_kept():
     given = [torch.randn(WIDTH, WIDTH) for _ in range(3)]
     lowered = inductor.lower(StepGraph(make_fx(step, tracing_mode="fake")(*given), ()))
     torch.testing.assert_close(lowered(list(given)), step(*given))
+
+
+def test_number_of_a_whole_loop_is_computed_once():
+    """As the bias correction of Adam: not again for every few elements of the loop."""
+    def correct(moment: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        return moment * 0.9**count, moment * moment[3]
+
+    given = torch.randn(64), torch.tensor(3.0)
+    made, source = compat_inductor.compile_graph(make_fx(correct, tracing_mode="fake")(*given))
+    torch.testing.assert_close(tuple(made(list(given))), correct(*given))
+    assert "empty_strided_cpu((), ()" in source
 
 
 def test_dynamic_sizes_are_lowered_whole():

@@ -1,9 +1,10 @@
-"""Bytes that an eager step of each optimizer holds beside its state, at each width of it.
+"""Bytes that a step of each optimizer holds beside its state, at each width of it.
 
-    python tests/optim/temporaries.py [--elements 33554432]
+    python tests/optim/temporaries.py [--elements 33554432] [--only AdamW] [--captured inductor]
 
 One parameter, 1024 elements a row, float32, or bfloat16 where it has a `weight_bits` (w). The step
-measured is the second one.
+measured is the second one: in eager, or a training step captured by backend "memopt", whose
+backward only gives the gradient that it is given.
 """
 
 from __future__ import annotations
@@ -25,25 +26,45 @@ MAKERS = {
 WIDTHS = [(32, None), (16, None), (8, None), (4, None), (32, 16), (8, 16), (8, 24)]
 
 
-def temporary_bytes(make, elements: int, bits: int, weight_bits: int | None) -> int:
+def temporary_bytes(make, elements: int, bits: int, weight_bits: int | None,
+                    lowering: str | None = None) -> int:
     dtype = torch.float32 if weight_bits is None else torch.bfloat16
     p = torch.nn.Parameter(torch.randn(elements // 1024, 1024).to(dtype))
     opt = make([p], state_bits=bits, weight_bits=weight_bits)
+    if lowering is not None:
+        return captured_bytes(p, opt, lowering)
     for _ in range(2):
         p.grad = torch.randn_like(p)  # AdamA takes it away
         result = memopt.measure(opt.step)
     return result.transient_peak_bytes
 
 
+def captured_bytes(p: torch.nn.Parameter, opt: torch.optim.Optimizer, lowering: str) -> int:
+    torch._dynamo.reset()
+
+    def step(grad):
+        (p * grad).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    compiled = torch.compile(step, backend="memopt", options={"lowering": lowering})
+    grad = torch.randn_like(p)
+    compiled(grad)
+    return memopt.measure(compiled, grad, resident=(p, opt)).transient_peak_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 25)
-    elements = parser.parse_args().elements
-    print(f"MiB beside parameter, gradient and state; {elements} elements")
+    parser.add_argument("--only", nargs="+", choices=MAKERS, default=list(MAKERS))
+    parser.add_argument("--captured", choices=("inductor", "eager"), help="by this lowering")
+    given = parser.parse_args()
+    print(f"MiB beside parameter, gradient and state; {given.elements} elements")
     print("optimizer " + "".join(f"{f'{bits} bits' + (f', w {w}' if w else ''):>14}"
                                  for bits, w in WIDTHS))
-    for name, make in MAKERS.items():
-        held = [temporary_bytes(make, elements, *width) / 2**20 for width in WIDTHS]
+    for name in given.only:
+        held = [temporary_bytes(MAKERS[name], given.elements, *width, given.captured) / 2**20
+                for width in WIDTHS]
         print(f"{name:10}" + "".join(f"{mib:14.2f}" for mib in held), flush=True)
 
 

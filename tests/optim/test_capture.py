@@ -75,6 +75,22 @@ def test_accumulation_over_micro_batches():
     in_one_graph(lambda: accumulating(v_scale=2.0, micro_batches=3, amsgrad=True, weight_decay=0.1))
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor", "CAME", "AdamA"])
+def test_nothing_happens_without_gradients(name):
+    torch._dynamo.reset()
+    p = nn.Parameter(torch.ones(3))
+    opt = MAKERS[name]([p])
+
+    def step(x):
+        opt.step()
+        return x.sum()
+
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    for _ in range(2):
+        assert compiled(torch.ones(3)) == 3
+    assert torch.equal(p, torch.ones(3)) and not opt.state
+
+
 def test_tensor_rate():
     def build():
         built = scheduled(MAKERS["Adafactor"])

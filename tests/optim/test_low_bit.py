@@ -130,10 +130,11 @@ def test_arithmetic_has_the_points_of_the_map(key):
     """All codes to a few units in the last place, the largest point and 0 exactly."""
     form = FORMATS[key]
     codes = torch.arange(2**form.bits, dtype=torch.uint8)
-    pairs = codes if form.bits == 8 else codes[0::2] | codes[1::2] << 4
+    rows = codes.view(-1, 256) if form.bits == 8 else torch.arange(256, dtype=torch.uint8).view(4, 64)
     for dtype, error in ((torch.float32, 5e-7), (torch.float64, 2e-15)):
-        points, got = torch.tensor(form.points, dtype=dtype), arithmetic.points(pairs, form, dtype)
-        assert torch.equal(tables.points(pairs, form, dtype), got) and got[-1] == 1
+        points, got = torch.tensor(form.points, dtype=dtype), arithmetic.of_numbers(codes, form, dtype)
+        assert torch.equal(tables.points(rows, form, dtype), arithmetic.points(rows, form, dtype))
+        assert got[-1] == 1
         assert ((got - points).abs() <= error * points.abs()).all()
         assert torch.equal(arithmetic.codes(got.float(), form), codes)
 
@@ -247,7 +248,7 @@ def test_captured_whole(name, bits):
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_captured_peak(lowering, bits):
     """As predicted; under Inductor nothing of the parameter's size beside the states."""
     torch._dynamo.reset()
@@ -268,6 +269,32 @@ def test_captured_peak(lowering, bits):
     assert found.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
     if lowering == "inductor":  # torch 2.11 stores new codes before it copies them: half of p
         assert found.predicted_peak_bytes - found.resident_bytes <= p.nbytes * 0.55
+
+
+@every
+@bits
+def test_gradient_of_other_strides(make, bits):
+    ps, qs = parameters([(80, 64)]), parameters([(80, 64)])
+    a, b = make(ps, state_bits=bits), make(qs, state_bits=bits)
+    for i in range(2):
+        give_gradients(ps, i)
+        qs[0].grad = ps[0].grad.t().contiguous().t()
+        a.step()
+        b.step()
+    assert difference(ps, qs) <= 1e-12
+
+
+@every
+@bits
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_not_finite_gradient_is_skipped_when_asked(make, bits, bad):
+    ps, opt = train(lambda p: make(p, state_bits=bits, skip_nonfinite=True), 2, shapes=[BIG, SMALL])
+    before = copy.deepcopy((ps, states(opt)))
+    give_gradients(ps, 0)
+    for p in ps:
+        p.grad.view(-1)[3] = bad
+    opt.step()
+    assert difference([*ps, *states(opt)], [*before[0], *before[1]]) == 0
 
 
 def test_refuses_other_widths():

@@ -1,10 +1,10 @@
 """Steps of memopt.optim.AdamW with 32, 16, 8 and 4 bits against torch's fused AdamW, in turn.
 
-    python tests/optim/time_low_bit.py [--elements 33554432] [--captured] [--rounds 8] [--bits 8]
+    python tests/optim/time_low_bit.py [--elements 33554432] [--ways eager captured] [--bits 8 4]
 
 Prints the least and the median time of a step as ratios to torch's, in one process, and the bytes
-of the states. With ``--captured`` also training steps captured by backend "memopt", whose backward
-does no more than to give the gradient that the others have ready.
+of the states. ``captured`` are training steps captured by backend "memopt", whose backward does no
+more than to give the gradient that the others have ready.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 import memopt_compile as memopt
 
 
-def contenders(elements: int, captured: bool, widths: list[int]) -> dict:
+def contenders(elements: int, ways: list[str], widths: list[int]) -> dict:
     """A step and its optimizer by name, each with a parameter of its own, 1024 elements a row."""
     makers = {"torch fused": lambda p: torch.optim.AdamW(p, fused=True)}
     for bits in widths:
         makers[f"{bits} bits"] = lambda p, bits=bits: memopt.optim.AdamW(p, state_bits=bits)
     result = {}
     for name, make in makers.items():
-        for way in ["eager", "captured"] if captured and name != "torch fused" else ["eager"]:
+        for way in ways if name != "torch fused" else ["eager"]:
             p = torch.nn.Parameter(torch.randn(elements // 1024, 1024))
             opt, grad = make([p]), torch.randn_like(p)
             if way == "eager":
@@ -51,10 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 25)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--captured", action="store_true")
+    parser.add_argument("--ways", choices=("eager", "captured"), nargs="+", default=["eager"])
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 16, 8, 4])
     args = parser.parse_args()
-    rivals = contenders(args.elements, args.captured, args.bits)
+    rivals = contenders(args.elements, args.ways, args.bits)
     times: dict[str, list[float]] = {name: [] for name in rivals}
     for index in range(args.rounds + 2):
         for name, (step, _) in rivals.items():

@@ -223,6 +223,7 @@ def test_an_option_that_capture_cannot_see_is_refused():
     (torch.optim.Adam, {"weight_decay": 0.1}, "decoupled"),
     (memopt.optim.AdamW, {"state_bits": 8}, "state_bits"),
     (memopt.optim.CAME, {}, "accumulates by itself"),
+    (memopt.optim.AdamW, {"skip_nonfinite": True}, "several micro-batches"),
     (memopt.optim.AdamA, {}, "accumulates by itself"),
 ])
 def test_optimizers_that_cannot_are_refused(optimizer, settings, words):
