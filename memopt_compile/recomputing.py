@@ -34,8 +34,10 @@ def parts(step: StepGraph, nodes: Container[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Give backward its own copy of each value in `again`; returns original by copy.
+def recompute(step: StepGraph, again: set[fx.Node],
+              readers: Container[Phase] = (Phase.BACKWARD,)) -> dict[fx.Node, fx.Node]:
+    """Give the `readers`, backward alone or the update too, a copy of their own of each value in
+    `again`; returns original by copy.
 
     A copy stands right before its first reader, so that it lives no longer than it must; the items
     of an operator with several results stand behind it.
@@ -43,7 +45,7 @@ def recompute(step: StepGraph, again: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     copy_of: dict[fx.Node, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
     for reader in list(step.computing()):
-        if step.phase(reader) is Phase.FORWARD:
+        if step.phase(reader) not in readers:
             continue
         for value in _needed(reader.all_input_nodes, again, copy_of):
             with step.graph.inserting_before(reader):

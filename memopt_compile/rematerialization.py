@@ -71,7 +71,7 @@ class Problem:
     values: list[Value]
     operations: list[Operation]
     life: Lifetimes
-    forward: list[bool]
+    backward: list[bool]
     roots: dict[fx.Node, frozenset[fx.Node]]
     workspace: Workspace
 
@@ -86,14 +86,14 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
     workspace = workspace or no_workspace
     order, life = list(step.computing()), lifetimes(step.graph)
     roots = storage_roots(step.graph)
-    forward = [step.phase(n) is Phase.FORWARD for n in order]
+    backward = [step.phase(n) is Phase.BACKWARD for n in order]
     fixed = overwritten_early(step)
     values: list[Value] = []
     operations: list[Operation] = []
     number: dict[fx.Node, int] = {}  # of the value that a storage is
     made_by: dict[fx.Node, int] = {}
     for at, node in enumerate(order):
-        if forward[at] and node in life.size:
+        if step.phase(node) is Phase.FORWARD and node in life.size:
             maker = node.args[0] if node.target is operator.getitem else node
             if maker not in made_by:
                 made_by[maker] = len(operations)
@@ -105,9 +105,9 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             if root not in number:
                 continue
             value = values[number[root]]
-            if not forward[at]:
+            if step.phase(node) is Phase.BACKWARD:
                 value.first, value.final = min(value.first, at), at
-            elif value.needed:  # forward reads it behind backward: it stays as it is
+            elif value.needed:  # read behind backward, though not by it: it stays as it is
                 operations[value.operation].again = False
             else:
                 value.last = max(value.last, at)
@@ -120,7 +120,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
         reads = {r for a in operation.node.all_input_nodes for r in roots[a]}
         if latest >= min((written.get(r, NEVER) for r in reads), default=NEVER):
             operation.again = False  # an operand may be overwritten by then
-    return Problem(order, live_bytes(order, life, workspace), values, operations, life, forward,
+    return Problem(order, live_bytes(order, life, workspace), values, operations, life, backward,
                    roots, workspace)
 
 
@@ -197,7 +197,7 @@ def simulate(problem: Problem, again: Collection[int]) -> Outcome:
 
     for position, node in enumerate(problem.order):
         touches = life.touched[node]
-        if not problem.forward[position]:
+        if problem.backward[position]:
             mine = [values[number[r]].operation for a in node.all_input_nodes
                     for r in problem.roots[a] if r in number]
             for o in mine:

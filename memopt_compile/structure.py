@@ -78,7 +78,7 @@ def groups(problem: Problem) -> list[int]:
     known: dict[str, int] = {}
     labels = np.array([known.setdefault(label(o.node), len(known)) for o in operations],
                       dtype=np.int64)
-    backward = np.cumsum([not f for f in problem.forward])  # nodes of backward so far
+    backward = np.cumsum(problem.backward)  # nodes of backward so far
     number = list(range(len(operations)))
 
     def tie(low: int, high: int) -> None:

@@ -65,7 +65,7 @@ class RematerializeFree(StepPass):
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         before = _weight(step, costs)
-        copies = recompute(step, values_to_recompute(step))
+        copies = recompute(step, values_to_recompute(step), (Phase.BACKWARD, Phase.UPDATE))
         if copies and _weight(step, costs, copies) >= before:
             for again, original in reversed(copies.items()):
                 again.replace_all_uses_with(original)

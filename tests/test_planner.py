@@ -153,6 +153,15 @@ def test_equal_layers_are_decided_together():
     assert number[-1] == -1  # the loss that the step returns
 
 
+def test_running_statistics_hold_nothing_back():
+    """Their update reads a batch normalization's small results, long before backward does."""
+    found = problem(prepared("normed", micro_batches=2), roofline("cpu"))
+    again = {o for o, operation in enumerate(found.operations)
+             if operation.again and operation.node.target is torch.ops.aten.addmm.default}
+    both = planner.cheapest(found, simulate(found, again).peak_bytes, range(len(found.operations)))
+    assert both is not None and both.seconds <= found.cost(again)
+
+
 @given(st.integers(0, 200))
 def test_halves_reach_every_count(count):
     first = halves(count)

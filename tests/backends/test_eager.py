@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memopt_compile as memopt
 from memopt_compile import records
 from memopt_compile.backends.eager import in_layout
 
@@ -67,3 +68,22 @@ def test_interpolation_is_one_operator():
     counts = records.compilations(step.__code__)[-1].step.op_counts()
     assert counts["upsample_bilinear2d"] == counts["upsample_bilinear2d_backward"] == 1
     assert dict(torch.ops.aten.upsample_bilinear2d.vec.py_kernels) == splits
+
+
+def test_a_tuple_does_not_hold_what_was_taken_from_it():
+    """Running statistics are read long after the normalized values of the same operator are dead."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16),
+                                                          nn.ReLU())], nn.Linear(16, 2)).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        for inputs, labels in memopt.micro_batches(2, x, y):
+            (F.cross_entropy(model(inputs), labels) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+
+    fast = memopt.compile(step, lowering="eager")
+    fast(torch.randn(512, 16).double(), torch.zeros(512, dtype=torch.int64))
+    report = memopt.report(fast)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
