@@ -17,6 +17,7 @@ from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
+from .passes.chunk_logits import ChunkLogits
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
 from .passes.release_gradients import ReleaseGradients
@@ -36,7 +37,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     `limit_bytes` is what its peak shall not exceed on `device`.
     """
     eager = lowering == "eager"
-    limited = options.recompute and limit_bytes is not None
+    held = limit_bytes is not None
+    limited = options.recompute and held
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -54,7 +56,10 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
-        # Is it too much still? Decide which activations to keep, and compute the others again.
+        # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
+        # runs twice for that.
+        (held, partial(ChunkLogits, limit_bytes)),
+        # And still? Decide which activations to keep, and compute the others again.
         # (Dropout by PyTorch's own operator can run again once its mask is drawn apart.)
         (limited and eager, partial(ReplayDropout, limit_bytes)),
         (limited, partial(PlanMemory, limit_bytes, device)),
