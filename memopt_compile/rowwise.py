@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +91,9 @@ def rule(node: fx.Node, known: Mapping[fx.Node, str], rows: int) -> Rule | None:
         return Rule(ROWS, {node.args[0]: ROWS}, target, node.args) if node.args[0] in known else None
     if not isinstance(target, OPERATOR) or mutated_args(node) or is_random(node):
         return None
-    if any(isinstance(a, list | tuple) and any(isinstance(i, fx.Node) for i in a) for a in node.args):
-        return None
+    if any(isinstance(a, fx.Node) for several in (*node.args, node.kwargs.values())
+           if isinstance(several, Iterable) for a in several):
+        return None  # no operator here takes a tensor by name, or several in one argument
     name = target._schema.name
     if target in PRODUCTS:
         found = _product(node, known, rows)

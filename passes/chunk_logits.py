@@ -13,8 +13,8 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 4. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
    are joined, its sums added up, those of 16-bit numbers in float32.
 5. What such rows need of the backward (the 1 it starts from, 1/N) moves in front of them.
-6. Of the numbers of parts in `parts` the first that makes the step fit is taken, else the one with the
-   lowest predicted peak; none if the peak of the step does not fall.
+6. More parts are tried until the region fits by itself. Those with the lowest predicted peak of the step
+   are taken, of equal ones those with the lowest in the region; none if the step's does not fall.
 
 Before:  z = h·Wᵀ; p = log_softmax(z); loss = −Σ p[y]; dz = exp(p) − 1[y]; dh = dz·W; dW = dzᵀ·h
 After:   for rows i: z = hᵢ·Wᵀ; p = ..; lossᵢ = ..; dz = ..; dhᵢ = dz·W; dW = dW + dzᵀ·hᵢ
@@ -31,11 +31,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.ordering import is_collective, is_random
-from memopt_compile.rowwise import COLUMNS, PRODUCTS, ROWS, SIZE, SUM, WHOLE, Rule, lead, rule, width
+from memopt_compile.rowwise import (
+    COLUMNS,
+    PRODUCTS,
+    ROWS,
+    SIZE,
+    SUM,
+    WHOLE,
+    Rule,
+    lead,
+    rule,
+    width,
+)
 from memopt_compile.step_graph import Phase, StepGraph, mutated_args, op_name
 from memopt_compile.step_pass import Numerics, StepPass
 
@@ -72,23 +83,30 @@ class ChunkLogits(StepPass):
             reasons[0] if reasons else "no loss is computed from the rows of a wide matrix product")
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        best, lowest = None, timeline(step, costs or no_workspace).peak_bytes
+        costs = costs or no_workspace
+        start = timeline(step, costs)
+        if start.peak_bytes <= self.peak_bytes:
+            return
+        best, lowest = None, (start.transient_peak_bytes, 0)
         for parts in self.parts:  # rule 6
-            if lowest <= self.peak_bytes:
+            twin = step.copy()
+            written = set(chunked(twin, parts))
+            points = timeline(twin, costs).points
+            inside = max((p.live_bytes for p in points if p.node in written), default=0)
+            weight = max(p.live_bytes for p in points), inside
+            if weight < lowest:
+                best, lowest = parts, weight
+            if inside + start.resident_bytes <= self.peak_bytes:
                 break
-            peak = timeline(chunked(step.copy(), parts), costs or no_workspace).peak_bytes
-            if peak < lowest:
-                best, lowest = parts, peak
         if best is not None:
             chunked(step, best)
 
 
-def chunked(step: StepGraph, parts: int) -> StepGraph:
-    """`step` with every region in so many parts."""
-    for region in regions(plain_losses(step)):
-        if isinstance(region, Region) and region.rows >= parts:
-            _Chunks(step, region).write(parts)
-    return step
+def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
+    """Compute every region of `step` in so many parts; the nodes that do."""
+    return [node for region in regions(plain_losses(step))
+            if isinstance(region, Region) and region.rows >= parts
+            for node in _Chunks(step, region).write(parts)]
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
@@ -132,9 +150,9 @@ def regions(step: StepGraph) -> list[Region | str]:
     for product in sorted(products, key=lambda n: -n.meta["val"].numel()):
         region = _region(product, order, place)
         if isinstance(region, Region):
-            touched = {*region.rules, *(a for n in region.rules for a in n.all_input_nodes)}
-            if not taken.isdisjoint(touched):
-                continue  # of the same rows as a larger product
+            read = (a for n in region.rules for a in n.all_input_nodes)
+            if not taken.isdisjoint((*region.rules, *read, *region.moved)):
+                continue  # part of a larger product's, or reads its results
             taken.update(region.rules)
         found.append(region)
     return found
@@ -260,8 +278,9 @@ class _Chunks:
     def __init__(self, step: StepGraph, region: Region):
         self.step, self.region = step, region
         self.flat: dict[fx.Node, fx.Node] = {}  # operands from outside with one dimension of rows
+        self.written: list[fx.Node] = []
 
-    def write(self, parts: int) -> None:
+    def write(self, parts: int) -> list[fx.Node]:
         step, region = self.step, self.region
         for node in region.moved:  # rule 5
             region.product.prepend(node)
@@ -278,6 +297,7 @@ class _Chunks:
         for node in reversed(region.rules):
             if not node.users:
                 step.erase(node)
+        return self.written
 
     def _part(self, start: int, end: int, joined: dict[fx.Node, Any]) -> None:
         """Rule 4 for the rows from `start` to `end`: results go into `joined`."""
@@ -297,11 +317,11 @@ class _Chunks:
             if how.target is None:
                 (part[node, how.result],) = given.values()
             elif how.result == SUM:
-                args = fx.map_arg(how.args, given.get)
+                args = fx.map_arg(how.args, given.__getitem__)
                 joined[node] = self._add(node, joined.get(node), how, args)
             else:
-                args, kwargs = fx.map_arg((how.args, how.kwargs), lambda n: given.get(n, n))
-                part[node, how.result] = self._call(node, how.target, *_sized(args, end - start), **kwargs)
+                args = _sized(fx.map_arg(how.args, given.__getitem__), end - start)
+                part[node, how.result] = self._call(node, how.target, *args, **how.kwargs)
             if how.result == ROWS and node in self.region.results:
                 joined.setdefault(node, []).append(part[node, ROWS])
 
@@ -341,6 +361,7 @@ class _Chunks:
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = _call(self.step, like, target, *args, **kwargs)
         self.step.phases[node] = Phase.BACKWARD
+        self.written.append(node)
         return node
 
 

@@ -1,10 +1,12 @@
 """The loss layer by parts: peaks of language models with and without, predicted beside measured.
 
-    python tests/coverage/logits.py [--only NAME ...] [--lowering eager]
+    python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--smallest]
 
 Each model takes one step of AdamW on 4 x 256 tokens: without a budget, then under budgets that are a
-share of that step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. The
+share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. The
 difference is the largest of any parameter after the step, relative to that parameter's largest value.
+`--smallest` plans for no bytes at all, with recomputation: the peak that it is refused with is the
+smallest one, printed with the loss layer whole and by parts.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import argparse
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -25,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 import memopt_compile as memopt  # noqa: E402
+from memopt_compile import pipelines  # noqa: E402
+from memopt_compile.passes.chunk_logits import ChunkLogits  # noqa: E402
 
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)
 HEAD = ("model", "share", "budget", "predicted", "measured", "beyond the inputs", "parts", "difference")
@@ -61,13 +67,23 @@ def train(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         opt.zero_grad()
         return loss.detach()
 
-    compiled = memopt.compile(step, recompute=False, **options)
+    compiled = memopt.compile(step, **{"recompute": False, **options})
     compiled(torch.randint(32_000, (4, 256)))
     return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
 
 
+def smallest(name: str, lowering: str) -> None:
+    """Print the smallest peak that is found, with the loss layer whole and by parts."""
+    for what, tried in (("whole", ()), ("by parts", ChunkLogits.parts)):
+        with mock.patch.object(pipelines, "ChunkLogits", partial(ChunkLogits, parts=tried)):
+            try:
+                train(name, lowering=lowering, memory_budget=1, recompute=True)
+            except memopt.InfeasibleBudget as refusal:
+                print(f"{name}, loss layer {what}: {refusal.what}", flush=True)
+
+
 def parts(report: Any) -> str:
-    """How many more products the loss layer has become, from what the pass has changed."""
+    """In how many parts the loss layer runs, from what the pass has changed."""
     (changes,) = [dict(p.op_changes) for p in report.passes if p.name == "chunk_logits"]
     return str(changes.get("nll_loss_forward", changes.get("gather", 0)) + 1)
 
@@ -102,12 +118,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.one:
         for row in rows(options.one, options.lowering):
             print("\t".join(row), flush=True)
+        return
+    if options.smallest:
+        for name in options.only:
+            smallest(name, options.lowering)
         return
     table = []
     for name in options.only:  # each in a process of its own
