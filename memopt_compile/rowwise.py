@@ -141,7 +141,7 @@ def _elementwise(node: fx.Node, rows: int) -> Rule | None:
 
 def _along(node: fx.Node, rows: int) -> Rule | None:
     """2, the views of 3 that name a dimension, and the sums of 5."""
-    source, value = node.args[0], _value(node.args[0])
+    value = _value(node.args[0])
     front = lead(value, rows)
     operands = node.all_input_nodes
     if front is None or not isinstance(_value(node), Tensor) or any(
@@ -168,7 +168,6 @@ def _along(node: fx.Node, rows: int) -> Rule | None:
     else:
         return None
     args = (*node.args[:place], new if several else new[0], *node.args[place + 1:])
-    assert args[0] is source
     return Rule(result, needs, node.target, args, node.kwargs)
 
 
@@ -226,15 +225,13 @@ def _loss(node: fx.Node, rows: int) -> Rule | None:
     forward = node.target is aten.nll_loss_forward.default
     if not forward and node.target is not aten.nll_loss_backward.default:
         return None
-    upstream, (logs, targets, weight, reduction) = None, node.args[:4]
-    if not forward:
-        upstream, logs, targets, weight, reduction = node.args[:5]
+    logs, targets, weight, reduction = node.args[:4] if forward else node.args[1:5]
     if weight is not None or _value(logs).dim() != 2 or _value(logs).shape[0] != rows or (
             forward and reduction != UNREDUCED):
         return None
     needs = {logs: ROWS, targets: ROWS}
     if not forward:
-        needs |= {upstream: ROWS if reduction == UNREDUCED else WHOLE, node.args[6]: WHOLE}
+        needs |= {node.args[0]: ROWS if reduction == UNREDUCED else WHOLE, node.args[6]: WHOLE}
     return Rule(ROWS, needs, node.target, node.args, node.kwargs)
 
 

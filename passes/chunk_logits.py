@@ -62,7 +62,7 @@ class Region:
 
     product: fx.Node
     rows: int
-    rules: Mapping[fx.Node, Rule]
+    rules: dict[fx.Node, Rule]
     results: tuple[fx.Node, ...]
     moved: tuple[fx.Node, ...]
 
@@ -235,7 +235,7 @@ def _draw_in(rules: dict[fx.Node, Rule], left: fx.Node, rows: int, narrow: int) 
             seen[value] = found is not None and found.result == need and any(
                 [draw(*operand) for operand in found.needs.items()]
                 + [width(value.meta["val"], rows) > narrow])
-            if seen[value]:
+            if found is not None and seen[value]:
                 rules[value] = found
         return value in rules
 

@@ -22,15 +22,14 @@ VOCABULARY, WIDTH = 50, 4
 MODELS_OF_EXAMPLES = Path(__file__).parents[2] / "examples" / "models.py"
 
 
-def loss_layer(loss_of=F.cross_entropy, *, shape=(12,), bias=False, more=lambda logits, loss: (),
-               head=F.linear, upstream=lambda loss: loss):
+def loss_layer(loss_of=F.cross_entropy, *, shape=(12,), bias=False, more=lambda logits, loss: ()):
     """Hidden states to a loss, and back to the gradients of weight, bias and hidden states."""
     def layer(w, b, x, y):
         leaves = [torch.tanh(x).detach().requires_grad_(), w.detach().requires_grad_()]
         leaves += [b.detach().requires_grad_()] if bias else []
-        logits = head(*leaves)
+        logits = F.linear(*leaves)
         loss = loss_of(logits, y)
-        grads = torch.autograd.grad(loss, leaves, upstream(seed(loss.detach())) * 1.0)
+        grads = torch.autograd.grad(loss, leaves, seed(loss.detach()))
         results = [m.detach() for m in more(logits, loss)]
         return loss.detach(), torch.cos(grads[0]), *map(gradient, grads[1:]), *results
 
@@ -93,7 +92,6 @@ forward:
   to_copy_0: f64[] = _to_copy(sum_0, dtype=torch.float64)
 backward:
   full_0: f64[] = full([], 1, device=cpu, dtype=torch.float64, pin_memory=False)
-  mul_0: f64[] = mul(full_0, 1.0)
   slice_0: f64[3, 4] = slice(tanh_0, 0, 0, 3)
   mm_0: f64[3, 50] = mm(slice_0, t_0)
   log_softmax_0: f64[3, 50] = _log_softmax(mm_0, -1, False)
@@ -101,7 +99,7 @@ backward:
   nll_loss_forward_0: 2 values = nll_loss_forward(log_softmax_0, slice_1, None, 0, -100)
   getitem_0: f64[3] = getitem(nll_loss_forward_0, 0)
   sum_1: f64[] = sum(getitem_0)
-  nll_loss_backward_0: f64[3, 50] = nll_loss_backward(mul_0, log_softmax_0, slice_1, None, 1, -100, to_copy_0)
+  nll_loss_backward_0: f64[3, 50] = nll_loss_backward(full_0, log_softmax_0, slice_1, None, 1, -100, to_copy_0)
   log_softmax_backward_data_0: f64[3, 50] = _log_softmax_backward_data(nll_loss_backward_0, log_softmax_0, -1, torch.float64)
   t_1: f64[50, 3] = t(log_softmax_backward_data_0)
   mm_1: f64[50, 4] = mm(t_1, slice_0)
@@ -114,7 +112,7 @@ backward:
   getitem_1: f64[2] = getitem(nll_loss_forward_1, 0)
   sum_2: f64[] = sum(getitem_1)
   add_0: f64[] = add(sum_1, sum_2)
-  nll_loss_backward_1: f64[2, 50] = nll_loss_backward(mul_0, log_softmax_1, slice_3, None, 1, -100, to_copy_0)
+  nll_loss_backward_1: f64[2, 50] = nll_loss_backward(full_0, log_softmax_1, slice_3, None, 1, -100, to_copy_0)
   log_softmax_backward_data_1: f64[2, 50] = _log_softmax_backward_data(nll_loss_backward_1, log_softmax_1, -1, torch.float64)
   t_2: f64[50, 2] = t(log_softmax_backward_data_1)
   addmm_0: f64[50, 4] = addmm(mm_1, t_2, slice_2)
