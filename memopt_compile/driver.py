@@ -205,7 +205,7 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
     lowered = _run_passes_and_lower(step, record, planned)
     for _ in range(RETRIES):
         excess = record.predicted_peak_bytes - (limit or 0)
-        if again is None or excess <= 0 or record.step.plan is None or not record.step.plan.fits:
+        if again is None or excess <= 0 or record.step.plan and not record.step.plan.fits:
             break
         planned = record.after.peak_bytes - excess
         log.info("%s: %s over the budget once lowered, planning again", record.where,

@@ -17,6 +17,7 @@ from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
+from .passes.chunk_logits import ChunkLogits
 from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
@@ -37,7 +38,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     `limit_bytes` is what its peak shall not exceed on `device`.
     """
     eager = lowering == "eager"
-    limited = options.recompute and limit_bytes is not None
+    held = limit_bytes is not None
+    limited = options.recompute and held
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -59,8 +61,14 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
-        # Is it too much still? Decide which activations to keep, and compute the others again.
+        # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
+        # runs twice for that.
+        (held and not eager, partial(ChunkLogits, limit_bytes)),
+        # And still? Decide which activations to keep, and compute the others again.
         (limited and eager, partial(ReplayDropout, limit_bytes)),
+        # (The eager lowering, an oracle, adds up in another order only if nothing else fits.)
+        (limited and eager, partial(PlanMemory, limit_bytes, device, or_smallest=False)),
+        (held and eager, partial(ChunkLogits, limit_bytes)),
         (limited, partial(PlanMemory, limit_bytes, device)),
         (limited, Recompute),
         (limited, ScheduleForPeak),

@@ -5,8 +5,10 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
 
 1. A step that fits gets no plan.
 2. Of the plans that fit the fastest by `seconds` is taken.
-3. Where none fits, the plan with the smallest peak that was found is taken; whether that is enough
-   once the other passes are done is for the budget's owner to judge.
+3. Where none fits, the plan with the smallest peak that was found is taken, unless another pass is
+   to be tried first (`or_smallest`); whether it is enough once the other passes are done is for the
+   budget's owner to judge.
+4. A plan that is there and fits stays.
 
 Memory and numbers: as before.
 """
@@ -35,6 +37,7 @@ class PlanMemory(StepPass):
     name: ClassVar[str] = "plan_memory"
     peak_bytes: int
     device: torch.device
+    or_smallest: bool = True
 
     def requires(self, step: StepGraph) -> str | None:
         if any(phase is Phase.BACKWARD for phase in step.phases.values()):
@@ -42,12 +45,17 @@ class PlanMemory(StepPass):
         return "the graph has no backward to plan for"
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
+        if step.plan is not None:  # rule 4
+            return
         limit = self.peak_bytes - resident_bytes(step)
         found = problem(step, roofline(self.device), costs)
         if max(found.live, default=0) > limit:  # rule 1
             together = groups(found)
             chosen = planner.cheapest(found, limit, together)  # rule 2
-            step.plan = memory_plan(found, limit, chosen or planner.smallest(found, together))
+            if chosen is None and self.or_smallest:  # rule 3
+                chosen = planner.smallest(found, together)
+            if chosen is not None:
+                step.plan = memory_plan(found, limit, chosen)
 
 
 def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> MemoryPlan:

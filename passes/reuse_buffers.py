@@ -15,6 +15,7 @@ runs on the same values. The numbered rules are cited in the code.
    what that write would have copied.
 5. Results that the step returns never live in an input.
 6. A ``copy_`` of a value onto the place where it already is goes.
+7. ``addmm`` takes the buffer of what it adds its product to, and no other.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ POINTWISE = frozenset(
     ]
 )
 
+ADDMM = aten.addmm.default
+
 HIDDEN_VIEWS = (
     aten.split.Tensor,
     aten.split_with_sizes.default,
@@ -109,7 +112,7 @@ class ReuseBuffers(StepPass):
         for node in list(step.computing()):
             if node.target is aten.copy_.default:
                 buffers.write_back(step, node)
-            elif _is_pointwise(node):
+            elif _is_pointwise(node) or node.target is ADDMM:
                 buffers.reuse(node)
 
 
@@ -185,7 +188,10 @@ class _Buffers:
         self.latest[root] = copy
 
     def _candidates(self, node: fx.Node) -> list[fx.Node]:
-        """Rule 2."""
+        """Rules 2 and 7."""
+        if node.target is ADDMM:
+            total, left, right = node.args
+            return [] if self.roots[total] & (self.roots[left] | self.roots[right]) else [total]
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
         # State first: between the folds of micro-batches it stays where it is, and gradients die.
         operands.sort(key=lambda o: all(r.op != "placeholder" for r in self.roots[o]))

@@ -241,3 +241,16 @@ def test_what_is_written_into_moves_to_another_buffer():
 def test_hidden_views_are_refused():
     step = by_hand(lambda x: torch.split(x + 1, 1)[0] + 1, ("x", doubles(2, 2)))
     assert "split" in ReuseBuffers().requires(step)
+
+
+def test_a_product_is_added_where_the_sum_is():
+    def sums(p, q, x):
+        total = torch.mm(x.t(), x)
+        own = torch.addmm(total, x.t(), p)  # in the place of total
+        both = torch.addmm(own, own, q)  # reads what it would write
+        return torch.addmm(p[0], x, q), torch.cos(both)  # adds the same row to all
+
+    step = by_hand(sums, ("p", doubles(8, 4)), ("p", doubles(4, 4)), ("x", doubles(8, 4)))
+    check(step, ReuseBuffers())
+    names = [str(n.target) for n in step.computing() if "addmm" in str(n.target)]
+    assert names == ["aten.addmm_.default", "aten.addmm.default", "aten.addmm.default"]

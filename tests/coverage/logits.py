@@ -1,0 +1,142 @@
+"""The loss layer by parts: peaks of language models with and without, predicted beside measured.
+
+    python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--smallest]
+
+Each model takes one step of AdamW on 4 x 256 tokens: without a budget, then under budgets that are a
+share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. The
+difference is the largest of any parameter after the step, relative to that parameter's largest value.
+`--smallest` plans for no bytes at all, with recomputation: the peak that it is refused with is the
+smallest one, printed with the loss layer whole and by parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+import memopt_compile as memopt  # noqa: E402
+from memopt_compile import pipelines  # noqa: E402
+from memopt_compile.passes.chunk_logits import ChunkLogits  # noqa: E402
+
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)
+HEAD = ("model", "share", "budget", "predicted", "measured", "beyond the inputs", "parts", "difference")
+
+
+def gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=50_257, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32_000, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+
+
+MODELS = {"GPT-2, 50,257 tokens, tied": gpt2, "Llama, 32,000 tokens": llama}
+
+
+def train(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The report of one step, and the parameters after it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, **{"recompute": False, **options})
+    compiled(torch.randint(32_000, (4, 256)))
+    return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
+
+
+def smallest(name: str, lowering: str) -> None:
+    """Print the smallest peak that is found, with the loss layer whole and by parts."""
+    for what, tried in (("whole", ()), ("by parts", ChunkLogits.parts)):
+        with mock.patch.object(pipelines, "ChunkLogits", partial(ChunkLogits, parts=tried)):
+            try:
+                train(name, lowering=lowering, memory_budget=1, recompute=True)
+            except memopt.InfeasibleBudget as refusal:
+                print(f"{name}, loss layer {what}: {refusal.what}", flush=True)
+
+
+def parts(report: Any) -> str:
+    """In how many parts the loss layer runs, from what the pass has changed."""
+    (changes,) = [dict(p.op_changes) for p in report.passes if p.name == "chunk_logits"]
+    return str(changes.get("nll_loss_forward", changes.get("gather", 0)) + 1)
+
+
+def rows(name: str, lowering: str) -> list[list[str]]:
+    """One row for each budget, from the largest, until one is refused."""
+    free, expected = train(name, lowering=lowering)
+    found = [[name, "none", "", *peaks(free), "1", ""]]
+    for share in SHARES:
+        try:
+            report, got = train(name, lowering=lowering, memory_budget=share)
+        except memopt.InfeasibleBudget as refusal:
+            found.append([name, f"{share:.1f}", "refused: " + refusal.what.split(";")[0], *[""] * 5])
+            break
+        difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
+                         for k in expected)
+        found.append([name, f"{share:.1f}", mib(report.budget_bytes), *peaks(report), parts(report),
+                      f"{difference:.0e}"])
+    return found
+
+
+def peaks(report: Any) -> tuple[str, str, str]:
+    return (mib(report.predicted_peak_bytes), mib(report.measured_peak_bytes),
+            mib(report.measured_peak_bytes - report.resident_bytes))
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--smallest", action="store_true")
+    parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.one:
+        for row in rows(options.one, options.lowering):
+            print("\t".join(row), flush=True)
+        return
+    if options.smallest:
+        for name in options.only:
+            smallest(name, options.lowering)
+        return
+    table = []
+    for name in options.only:  # each in a process of its own
+        done = subprocess.run([sys.executable, __file__, "--one", name, "--lowering",
+                               options.lowering], check=True, stdout=subprocess.PIPE, text=True)
+        table += [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    print(tabulate(table, HEAD, tablefmt="github", disable_numparse=True), flush=True)
+
+
+if __name__ == "__main__":
+    main()
