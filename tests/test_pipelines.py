@@ -103,6 +103,8 @@ def test_the_default_story(lowering):
     assert ("reuse_buffers" in names) == (lowering == "eager")
     order = [
         "canonicalize",
+        *(["replay_dropout"] if lowering == "eager" else []),
+        "honour_checkpoints",
         "write_back_early",
         "rematerialize_free",
         "channels_last",
@@ -115,6 +117,19 @@ def test_the_default_story(lowering):
     inexact = [p.name for p in passes if p.numerics is not Numerics.BITWISE]
     assert inexact == ["channels_last"]
     assert all(hash(p) is not None for p in passes)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_the_story_under_a_budget(lowering):
+    free = [p.name for p in pipelines.default(Options(lowering=lowering), lowering)]
+    names = [p.name for p in pipelines.default(Options(lowering=lowering), lowering, 2**30,
+                                               torch.device("cpu"))]
+    added = {"eager": ["replay_dropout", "plan_memory", "chunk_logits", "plan_memory", "recompute"],
+             "inductor": ["chunk_logits", "plan_memory", "recompute"]}[lowering]
+    at = free.index("schedule_for_peak") + 1
+    assert names == [*free[:at], *added, "schedule_for_peak", *free[at:]]
+    without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)
+    assert "plan_memory" not in [p.name for p in without]
 
 
 def test_a_record_without_changes_says_so():
