@@ -1,5 +1,6 @@
 """A byte budget from outside: what the user asks for, gets, or is told."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,15 +12,19 @@ from hypothesis import strategies as st
 
 import memopt_compile as memopt
 from memopt_compile.frontier import Frontier
+from memopt_compile.records import compilations
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from models import GPT, GPTConfig  # noqa: E402
+# By a name of its own: the coverage tests have a module `models` too.
+SPEC = importlib.util.spec_from_file_location(
+    "example_models", Path(__file__).parents[1] / "examples" / "models.py")
+models = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(models)
 
 
 def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64):
     """A fresh GPT's step and its arguments, always from the same numbers."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(40, layers, 32, 2, 32, dropout)).to(dtype)
+    model = models.GPT(models.GPTConfig(40, layers, 32, 2, 32, dropout)).to(dtype)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x, y):
@@ -140,12 +145,12 @@ def test_every_batch_size_has_its_own_plan():
     free = memopt.explain(step, x, y, lowering="eager")
     budget = free.resident_bytes + int(0.7 * (free.predicted_peak_bytes - free.resident_bytes))
     torch._dynamo.reset()
+    before = len(compilations(step.__code__))
     fast = memopt.compile(make()[0], lowering="eager", memory_budget=budget)
     for rows in (16, 8, 16, 12, 16, 8):
         fast(x[:rows], y[:rows])
-    report = memopt.report(fast)
-    found = [report, *report.others]
-    assert len(found) == 3 and sum(r.plan is not None for r in found) >= 1
+    found = compilations(step.__code__)[before:]
+    assert len(found) == 3 and any(r.step.plan is not None for r in found)
     assert all(r.measured_peak_bytes <= budget for r in found)
 
 
