@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import FunctionType
 
 import torch
 
@@ -29,24 +30,31 @@ WAYS = {
 }
 
 
+def own_code(step: FunctionType, name: str) -> FunctionType:
+    """`step` with a code object that Dynamo does not know: the loop in which torch.compile breaks the
+    graph is not traced again under any backend."""
+    return FunctionType(step.__code__.replace(co_name=name), step.__globals__, name,
+                        step.__defaults__, step.__closure__)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
     given = parser.parse_args()
     steps, times = {}, {name: [] for name in WAYS}
-    for name, arguments in WAYS.items():
+    for number, (name, arguments) in enumerate(WAYS.items()):
         options = parse([*arguments, "--micro-batches", str(given.micro_batches)])
         options.measure = None
         tokens = torch.randint(80, (options.batch, options.sequence))
-        step = compiled(prepare(options, vocabulary=80)[-1], options)
+        step = compiled(own_code(prepare(options, vocabulary=80)[-1], f"step_{number}"), options)
         steps[name] = lambda step=step, tokens=tokens: step(tokens, tokens)
         for _ in range(3):
             steps[name]()
     for _ in range(given.rounds):
-        for name, step in steps.items():
+        for name in WAYS:
             begin = time.perf_counter()
-            step()
+            steps[name]()
             times[name].append(time.perf_counter() - begin)
     print(f"{torch.get_num_threads()} threads")
     for name, taken in times.items():
