@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from .costs import workspace
 from .liveness import timeline
 from .options import format_bytes
 from .seconds import roofline
-from .timeline import BOTTOM, LEFT, RIGHT, STYLE, TOP, scale
+from .timeline import frame, limit_line, scale, write_picture
 
 if TYPE_CHECKING:
     from .records import Compilation
@@ -58,41 +57,21 @@ class Frontier:
                 + "\n".join(f"  {line}".rstrip() for line in table.splitlines()) + "\n")
 
     def draw(self, path: str | Path) -> None:
-        """Draw planned peak against added time, to an SVG; OSError if it cannot be written."""
-        shown = sorted({(p.seconds / self.step_seconds, p.peak_bytes) for p in self.points})
-        step, top = scale(max(size for _, size in shown) / 2**20)
-        pace, end = scale(100 * max(added for added, _ in shown) or 1)
+        """Draw planned peak against added time, to an SVG, or a page holding it for `.html`.
 
-        def place(added: float, size: float) -> tuple[float, float]:
-            return (LEFT + (RIGHT - LEFT) * 100 * added / end,
-                    BOTTOM - (BOTTOM - TOP) * size / 2**20 / top)
-
+        Raises OSError if the file cannot be written.
+        """
+        shown = sorted({(100 * p.seconds / self.step_seconds, p.peak_bytes) for p in self.points})
+        _, end = scale(max(added for added, _ in shown) or 1.0)
         title = f"Peak against time of {self.where}"
-        parts = [f'<text class="title" x="{LEFT}" y="32">{escape(title)}</text>']
-        for i in range(round(top / step) + 1):
-            _, y = place(0, i * step * 2**20)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/><text class="faint" '
-                         f'x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{i * step:,.10g}</text>')
-        for i in range(round(end / pace) + 1):
-            x, _ = place(i * pace / 100, 0)
-            parts.append(f'<text class="faint" x="{x:.1f}" y="{BOTTOM + 20}" '
-                         f'text-anchor="middle">{i * pace:,.10g}</text>')
-        parts.append(f'<text class="faint" x="{LEFT - 8}" y="{TOP - 14}" text-anchor="end">MiB</text>'
-                     f'<text class="faint" x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 42}" '
-                     'text-anchor="middle">time added to the step by the cost model (%)</text>')
-        corners = [place(*each) for each in shown]
-        line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
+        parts, x, y = frame(title, max(size for _, size in shown), end,
+                            "time added to the step by the cost model (%)")
+        corners = [(x(added), y(size)) for added, size in shown]
+        line = "M" + "L".join(f"{at:.1f} {height:.1f}" for at, height in corners)
         parts.append(f'<path class="line" style="stroke:var(--c0)" d="{line}"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill:var(--c0)"/>'
-                  for x, y in corners]
-        _, floor = place(0, self.resident_bytes)
-        parts.append(f'<path class="budget" d="M{LEFT} {floor:.1f}H{RIGHT}"/><text class="number '
-                     f'over" x="{RIGHT}" y="{floor - 6:.1f}" text-anchor="end">resident '
-                     f'{self.resident_bytes / 2**20:,.1f} MiB</text>')
-        Path(path).write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 460" role="img" '
-            f'aria-label="{escape(title)}">\n<style>{STYLE}</style>\n' + "\n".join(parts)
-            + "\n</svg>\n", encoding="utf-8")
+        parts += [f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" style="fill:var(--c0)"/>'
+                  for at, height in corners]
+        write_picture([*parts, *limit_line("resident", self.resident_bytes, y)], path, title)
 
 
 def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:

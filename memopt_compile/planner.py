@@ -4,7 +4,7 @@ Let a step have operations o (in forward) that make values v of s_v bytes, and p
 schedule. Value v is read in forward for the last time at e_v, in backward from f_v to l_v.
 
     r_o ∈ {0, 1}    o runs again in backward, right before its first reader there
-    k_v ∈ [0, 1]    v is kept from e_v on
+    k_v ∈ {0, 1}    v is kept from e_v on
     a_op ∈ [0, 1]   o has run again by position p, for the sake of another that has
 
     minimize    Σ_o seconds_o · r_o                                               (`_objective`)
@@ -151,9 +151,9 @@ class _Model:
     def __init__(self, problem: Problem, groups: Sequence[int]):
         self.problem = problem
         free = {g for g, o in zip(groups, problem.operations) if o.again}
-        free -= {g for g, o in zip(groups, problem.operations) if not o.again}
         numbers = {g: i for i, g in enumerate(sorted(free))}
-        self.run = [numbers.get(g) for g in groups]  # the variable r of each operation
+        # The variable r of each operation; None if it may not run again.
+        self.run = [numbers[g] if o.again else None for g, o in zip(groups, problem.operations)]
         self.decisions = len(numbers)
         self.kept = self.decisions  # the variable k of value 0
         self.peak = self.kept + len(problem.values)
@@ -188,7 +188,7 @@ class _Model:
             low[self.fits[position]] += less / self.unit
         columns = self.peak + 1 + len(self.chains)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
-        integral[:self.peak] = not relaxed
+        integral[:self.peak] = not relaxed  # k too, or HiGHS repairs its solutions and prints so
         upper[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
         found = milp(cost, integrality=integral, bounds=Bounds(0, upper),

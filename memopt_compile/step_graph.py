@@ -23,6 +23,8 @@ from .compat_trace import hinted
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
 
+# What a node that a pass makes has of the one that it stands for: `checkpoint` sets the last two.
+_INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 _OURS = os.path.dirname(__file__) + os.sep
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
@@ -133,6 +135,15 @@ class StepGraph:
         self.graph.erase_node(node)
         self.phases.pop(node, None)
         self.gradients.pop(node, None)
+
+    def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node where the graph inserts now: of the phase, source line and marks of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
+        given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*given, **named)  # fake tensors make fake tensors
+        self.phases[node] = self.phase(like)
+        return node
 
     def text(self) -> str:
         """The step as text: stable from run to run, without paths, fit for a golden file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from memopt_compile.measure import Measurement
 Timeline = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 900, 460
-LEFT, RIGHT, TOP, BOTTOM = 76, 876, 92, 404  # the plot's edges inside the picture
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 876, 92, 404  # the plot's edges inside the picture
 _COLORS = 4  # how many lines look different
 
 # Colours that people with any colour vision tell apart, in a light and a dark set.
-STYLE = """
+_STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --faint: #59636e; --grid: #e3e7eb; --budget: #b3261e;
   --c0: #0b6bb8; --c1: #c2550a; --c2: #00795c; --c3: #a3447f; background: var(--page);
   font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -51,40 +51,21 @@ def draw(
     lines = {label: _stretched(_points(each), timed) for label, each in named.items()}
     end = max(line[-1][0] for line in lines.values()) or 1.0
     peak = max(value for line in lines.values() for _, value in line)
-    step, top = scale(max(peak, budget_bytes or 0) / 2**20)
-
-    def x(position: float) -> float:
-        return LEFT + (RIGHT - LEFT) * position / end
-
-    def y(size: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * size / 2**20 / top
-
-    parts = [f'<text class="title" x="{LEFT}" y="32">{escape(title)}</text>']
-    for tick in range(round(top / step) + 1):
-        at, label = y(tick * step * 2**20), f"{tick * step:,.10g}"
-        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
-        parts.append(f'<text class="faint" x="{LEFT - 8}" y="{at + 4:.1f}" {_END}>{label}</text>')
-    parts.append(f'<text class="faint" x="{LEFT - 8}" y="{TOP - 14}" {_END}>MiB</text>')
-    step, _ = scale(end)
-    for tick in range(math.floor(end / step + 1e-9) + 1):
-        at, label = x(tick * step), f"{tick * step:,.10g}"
-        parts.append(f'<text class="faint" x="{at:.1f}" y="{BOTTOM + 20}" {_MID}>{label}</text>')
     axis = "milliseconds" if timed else "progress through the call (%)"
-    middle = (LEFT + RIGHT) / 2
-    parts.append(f'<text class="faint" x="{middle}" y="{BOTTOM + 42}" {_MID}>{axis}</text>')
+    parts, x, y = frame(title, max(peak, budget_bytes or 0), end, axis)
 
     numbers: list[tuple[float, float]] = []  # where peaks' numbers already stand
-    labels, legend = [], float(LEFT)
+    labels, legend = [], float(_LEFT)
     for index, (label, line) in enumerate(lines.items()):
         color = f"var(--c{index % _COLORS})"
         trace = _trace([(x(position), y(size)) for position, size in line])
-        shut = f"{trace}V{y(0):.1f}H{LEFT}Z"
+        shut = f"{trace}V{y(0):.1f}H{_LEFT}Z"
         parts.append(f'<path class="area" style="fill:{color}" d="{shut}"/>')
         parts.append(f'<path class="line" style="stroke:{color}" d="{trace}"/>')
         position, size = max(line, key=lambda point: point[1])
         at, height = x(position), y(size)
         parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" style="fill:{color}"/>')
-        at, height = min(max(at, LEFT + 46), RIGHT - 46), height - 10
+        at, height = min(max(at, _LEFT + 46), _RIGHT - 46), height - 10
         while any(abs(at - u) < 96 and abs(height - v) < 17 for u, v in numbers):
             height += 17  # Below the other number, where the line itself is not.
         numbers.append((at, height))
@@ -96,14 +77,50 @@ def draw(
             parts.append(f'<rect {swatch}/><text x="{legend + 20}" y="60">{escape(label)}</text>')
             legend += 48 + 7.5 * len(label)
     if budget_bytes is not None:
-        at = y(budget_bytes)
-        text = f"budget {budget_bytes / 2**20:,.1f} MiB"
-        parts.append(f'<path class="budget" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
-        place = f'x="{RIGHT}" y="{at - 6:.1f}" {_END}'
-        labels.append(f'<text class="number over" {place}>{text}</text>')
-    body = "\n".join(parts + labels)
+        line, label = limit_line("budget", budget_bytes, y)
+        parts.append(line)
+        labels.append(label)
+    write_picture(parts + labels, path, title)
+
+
+def frame(title: str, largest_bytes: float, end: float,
+          axis: str) -> tuple[list[str], Callable[[float], float], Callable[[float], float]]:
+    """Title, grid and numbers of a picture of MiB over 0 to `end`; where a position is, where bytes are."""
+    step, top = scale(largest_bytes / 2**20)
+
+    def x(position: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * position / end
+
+    def y(size: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * size / 2**20 / top
+
+    parts = [f'<text class="title" x="{_LEFT}" y="32">{escape(title)}</text>']
+    for tick in range(round(top / step) + 1):
+        at, label = y(tick * step * 2**20), f"{tick * step:,.10g}"
+        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>')
+        parts.append(f'<text class="faint" x="{_LEFT - 8}" y="{at + 4:.1f}" {_END}>{label}</text>')
+    parts.append(f'<text class="faint" x="{_LEFT - 8}" y="{_TOP - 14}" {_END}>MiB</text>')
+    step, _ = scale(end)
+    for tick in range(math.floor(end / step + 1e-9) + 1):
+        at, label = x(tick * step), f"{tick * step:,.10g}"
+        parts.append(f'<text class="faint" x="{at:.1f}" y="{_BOTTOM + 20}" {_MID}>{label}</text>')
+    middle = (_LEFT + _RIGHT) / 2
+    parts.append(f'<text class="faint" x="{middle}" y="{_BOTTOM + 42}" {_MID}>{axis}</text>')
+    return parts, x, y
+
+
+def limit_line(name: str, size: int, y: Callable[[float], float]) -> tuple[str, str]:
+    """A dashed line across the picture at so many bytes, and its label."""
+    at, text = y(size), f"{name} {size / 2**20:,.1f} MiB"
+    place = f'x="{_RIGHT}" y="{at - 6:.1f}" {_END}'
+    return (f'<path class="budget" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>',
+            f'<text class="number over" {place}>{text}</text>')
+
+
+def write_picture(parts: Sequence[str], path: str | Path, title: str) -> None:
+    body = "\n".join(parts)
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"'
-    picture = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<style>{STYLE}</style>\n{body}\n'
+    picture = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<style>{_STYLE}</style>\n{body}\n'
     picture += "</svg>\n"
     if Path(path).suffix == ".html":
         head = f'<meta charset="utf-8"/><meta name="color-scheme" content="light dark"/><title>{escape(title)}</title>'

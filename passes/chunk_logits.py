@@ -92,9 +92,9 @@ def plain_losses(step: StepGraph) -> StepGraph:
         if weight is not None or logs.meta["val"].dim() != 2:
             continue
         with step.graph.inserting_before(node):
-            counted = _call(step, node, aten.sum.default, _call(
-                step, node, aten.ne.Scalar, targets, ignored))
-            count = _call(step, node, aten._to_copy.default, counted, dtype=logs.meta["val"].dtype)
+            counted = step.call(node, aten.sum.default, step.call(
+                node, aten.ne.Scalar, targets, ignored))
+            count = step.call(node, aten._to_copy.default, counted, dtype=logs.meta["val"].dtype)
         total = node.meta["val"][1]
         node.args = (logs, targets, None, 0, ignored)
         node.meta["val"] = (logs.meta["val"].new_empty(targets.meta["val"].shape), total)
@@ -104,24 +104,12 @@ def plain_losses(step: StepGraph) -> StepGraph:
             elif reduction != 0:
                 item.meta["val"], users = node.meta["val"][0], list(item.users)
                 with step.graph.inserting_before(item.next):
-                    loss = _call(step, node, aten.sum.default, item)
+                    loss = step.call(node, aten.sum.default, item)
                     if reduction == 1:
-                        loss = _call(step, node, aten.div.Tensor, loss, count)
+                        loss = step.call(node, aten.div.Tensor, loss, count)
                 for user in users:
                     user.replace_input_with(item, loss)
     return step
-
-
-def _call(step: StepGraph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = step.graph.call_function(target, args, kwargs)
-    node.meta.update({k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta})
-    node.meta["val"] = target(*fx.map_arg(args, _fake), **fx.map_arg(kwargs, _fake))
-    step.phases[node] = step.phase(like)
-    return node
-
-
-def _fake(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 class _Chunks:
@@ -211,7 +199,7 @@ class _Chunks:
         return joined
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = _call(self.step, like, target, *args, **kwargs)
+        node = self.step.call(like, target, *args, **kwargs)
         self.step.phases[node] = Phase.BACKWARD
         self.written.append(node)
         return node

@@ -29,7 +29,6 @@ from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten
-KEPT = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")  # of what is known of a node
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,11 @@ def split(step: StepGraph, node: fx.Node) -> None:
     x, p, _ = node.args
     scale = 0.0 if p == 1 else 1 / (1 - p)
     with step.graph.inserting_before(node):
-        room = _call(step, node, aten.empty_like.default, (x,), dtype=torch.bool)
-        mask = _call(step, node, aten.bernoulli.p, (room, 1 - p))
-        kept = _call(step, node, aten.mul.Tensor, (x, mask))
-        result = _call(step, node, aten.mul.Tensor, (kept, scale))
+        room = step.call(node, aten.empty_like.default, x, dtype=torch.bool)
+        mask = step.call(node, aten.bernoulli.p, room, 1 - p)
+        kept = step.call(node, aten.mul.Tensor, x, mask)
+        result = step.call(node, aten.mul.Tensor, kept, scale)
     for item in list(node.users):
         if item.target is operator.getitem:
             step.replace(item, (result, mask)[item.args[1]])
     step.erase(node)
-
-
-def _call(step: StepGraph, like: fx.Node, target: Any, args: tuple, **kwargs: Any) -> fx.Node:
-    node = step.graph.call_function(target, args, kwargs)
-    node.meta.update({k: like.meta[k] for k in KEPT if k in like.meta})
-    given = fx.map_arg(args, lambda n: n.meta["val"])
-    node.meta["val"] = target(*given, **kwargs)  # fake tensors make fake tensors
-    step.phases[node] = step.phase(like)
-    return node

@@ -53,7 +53,7 @@ def test_block_is_of_a_language_that_is_tested(path):
 def test_python_blocks_run(path, tmp_path):
     script = tmp_path / f"{path.stem}.py"  # A file, so that reports can quote its lines.
     script.write_text("\n".join(b.text for b in blocks(path) if b.language == "python"), "utf-8")
-    run([sys.executable, str(script)])
+    run([sys.executable, str(script)], tmp_path)
 
 
 @pytest.mark.parametrize("path", with_blocks("sh"), ids=name)
@@ -63,9 +63,9 @@ def test_shell_blocks_run(path):
             run(["bash", "-euc", block.text])
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], folder: Path = ROOT) -> None:
     ours = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": ours},
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "PATH": ours},
                           capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

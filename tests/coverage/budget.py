@@ -14,7 +14,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,9 @@ def rows(name: str, lowering: str) -> list[list[str]]:
         if before and (report.measured_peak_bytes > before[0] or seconds < before[1]):
             kept += ", NOT monotone"
         before = report.measured_peak_bytes, seconds
-        difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
-                         for k in expected)
         found.append([name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes),
                       mib(report.measured_peak_bytes), kept, f"{1e3 * seconds:.2f} ms",
-                      f"{difference:.0e}"])
+                      f"{difference(expected, got):.0e}"])
     return found
 
 
@@ -162,11 +160,9 @@ def least(lowering: str) -> None:
     planned = memopt.explain(step, *batch, lowering=lowering, memory_budget=[1]).points[0]
     report, got = train("plain", planned.peak_bytes, lowering)
     beyond = [r.measured_peak_bytes - r.resident_bytes for r in (free, report)]
-    difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
-                     for k in expected)
     print(f"12 Llama layers, {lowering} lowering: {mib(beyond[0])} MiB beyond the inputs without a "
           f"budget, {mib(beyond[1])} MiB with the smallest: {beyond[1] / beyond[0]:.3f}; "
-          f"parameters differ by {difference:.0e}")
+          f"parameters differ by {difference(expected, got):.0e}")
 
 
 def checkpoint(lowering: str) -> None:
@@ -191,6 +187,19 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.3f}"
 
 
+def difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
+    """The largest of any parameter, relative to its largest value."""
+    return max(float((p - got[k]).abs().max() / p.abs().max()) for k, p in expected.items())
+
+
+def in_processes(script: str, names: list[str], lowering: str) -> Iterator[list[list[str]]]:
+    """The rows that `script --one NAME` prints for each name, in a process of its own."""
+    for name in names:
+        done = subprocess.run([sys.executable, script, "--one", name, "--lowering", lowering],
+                              check=True, stdout=subprocess.PIPE, text=True)
+        yield [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
@@ -208,12 +217,9 @@ def main() -> None:
             print("\t".join(row), flush=True)
         return
     table = []
-    for name in options.only:  # each in a process of its own
-        done = subprocess.run([sys.executable, __file__, "--one", name, "--lowering",
-                               options.lowering], check=True, stdout=subprocess.PIPE, text=True)
-        table += [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
-        print(tabulate(table[-len(SHARES) - 1:], HEAD, tablefmt="github", disable_numparse=True),
-              flush=True)
+    for found in in_processes(__file__, options.only, options.lowering):
+        table += found
+        print(tabulate(found, HEAD, tablefmt="github", disable_numparse=True), flush=True)
     kept = [row[5] for row in table if row[2]]
     print(f"\n{sum(k.startswith('yes') for k in kept)} budgets kept, "
           f"{sum(k.startswith('refused') for k in kept)} refused, "

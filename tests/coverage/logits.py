@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from unittest import mock
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from budget import difference, in_processes
 from tabulate import tabulate
 
 ROOT = Path(__file__).parents[2]
@@ -98,10 +98,8 @@ def rows(name: str, lowering: str) -> list[list[str]]:
         except memopt.InfeasibleBudget as refusal:
             found.append([name, f"{share:.1f}", "refused: " + refusal.what.split(";")[0], *[""] * 5])
             break
-        difference = max(float((expected[k] - got[k]).abs().max() / expected[k].abs().max())
-                         for k in expected)
         found.append([name, f"{share:.1f}", mib(report.budget_bytes), *peaks(report), parts(report),
-                      f"{difference:.0e}"])
+                      f"{difference(expected, got):.0e}"])
     return found
 
 
@@ -131,10 +129,8 @@ def main() -> None:
             smallest(name, options.lowering)
         return
     table = []
-    for name in options.only:  # each in a process of its own
-        done = subprocess.run([sys.executable, __file__, "--one", name, "--lowering",
-                               options.lowering], check=True, stdout=subprocess.PIPE, text=True)
-        table += [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    for found in in_processes(__file__, options.only, options.lowering):
+        table += found
     print(tabulate(table, HEAD, tablefmt="github", disable_numparse=True), flush=True)
 
 

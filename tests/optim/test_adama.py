@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from training import difference, give_gradients, parameters, states, train
+from training import difference, fold_and_step, give_gradients, parameters, states, train
 
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
@@ -54,13 +54,7 @@ def test_is_algorithm_2(n, scale, decay, amsgrad, maximize, last, told, betas):
     expected = algorithm_2(ps, gradients, betas=betas, decay=decay, scale=scale, amsgrad=amsgrad,
                            sign=-1 if maximize else 1, n=n if told else 1)
     for batch in gradients:
-        for i, micro in enumerate(batch):
-            for p, g in zip(ps, micro):
-                p.grad = g.clone()
-            if last or i < n - 1:  # step folds the rest itself
-                opt.accumulate()
-                assert all(p.grad is None for p in ps)
-        opt.step()
+        fold_and_step(opt, ps, batch, last)
     assert difference(ps, expected[0]) <= 1e-9
     for name, values in zip(("exp_avg", "exp_avg_sq"), expected[1:]):
         assert difference([opt.state[p][name] for p in ps], values) <= 1e-12

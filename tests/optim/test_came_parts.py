@@ -6,15 +6,13 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import loop, mlp
-from test_capture import in_one_graph
+from loops import mlp
+from test_capture import in_one_graph, in_parts
 from torch import nn
-from training import difference, give_gradients, parameters, states
+from training import difference, fold_and_step, give_gradients, parameters, states
 
-import memopt_compile as memopt
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import CAME
@@ -61,13 +59,7 @@ def test_is_what_its_equations_say(n, last, d, decay, betas):
     expected = written_out(ps, gradients, n, betas=betas, d=d, decay=decay)
     opt = CAME(ps, lr=0.02, betas=betas, clip_threshold=d, weight_decay=decay, micro_batches=n)
     for batch in gradients:
-        for i, part in enumerate(batch):
-            for p, g in zip(ps, part):
-                p.grad = g.clone()
-            if last or i < n - 1:  # step folds the rest itself
-                opt.accumulate()
-                assert all(p.grad is None for p in ps)
-        opt.step()
+        fold_and_step(opt, ps, batch, last)
     assert difference(ps, expected) <= 1e-9
 
 
@@ -135,20 +127,7 @@ def test_resumes_within_a_mini_batch():
 def test_captured_whole():
     def build():
         model = mlp()
-        opt = CAME(model.parameters(), lr=0.02, micro_batches=3)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-
-        def step(x, y):
-            total = 0.0
-            for some, labels in memopt.micro_batches(3, x, y):
-                loss = F.cross_entropy(model(some), labels) / 3
-                loss.backward()
-                opt.accumulate()
-                total = total + loss.detach()
-            opt.step()
-            return total
-
-        return loop(model, opt, step, after=lambda i: schedule.step())
+        return in_parts(model, CAME(model.parameters(), lr=0.02, micro_batches=3))
 
     in_one_graph(build)
 

@@ -37,7 +37,11 @@ def scheduled(make) -> Loop:
 
 def accumulating(**settings) -> Loop:
     model = network()
-    opt = memopt.optim.AdamA(model.parameters(), lr=0.02, **settings)
+    return in_parts(model, memopt.optim.AdamA(model.parameters(), lr=0.02, **settings))
+
+
+def in_parts(model, opt) -> Loop:
+    """Three micro-batches, each folded into the states of `opt` by itself."""
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
 
     def step(x, y):

@@ -41,6 +41,17 @@ def give_gradients(ps: list[nn.Parameter], seed: int, scale: float = 1.0) -> Non
         p.grad = (torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale).to(p.dtype)
 
 
+def fold_and_step(opt: Any, ps: list[nn.Parameter], parts: list[list[Tensor]], last: bool) -> None:
+    """A mini-batch in `parts`, lists of gradients; `step` folds the last one itself unless `last`."""
+    for i, part in enumerate(parts):
+        for p, g in zip(ps, part):
+            p.grad = g.clone()
+        if last or i < len(parts) - 1:
+            opt.accumulate()
+            assert all(p.grad is None for p in ps)
+    opt.step()
+
+
 def train(make: Callable, steps: int = 6, first: int = 100, ps: Any = None,
           **settings: Any) -> tuple[list[nn.Parameter], Any]:
     """Parameters after `steps` steps, and the optimizer."""

@@ -97,6 +97,21 @@ def gradient(value: Tensor) -> Tensor:
     return torch.ops.memopt.gradient(value)
 
 
+def two_layers() -> StepGraph:
+    """Two products with a tanh between, forward and backward by hand."""
+    def layer(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = torch.mm(x, p)
+        active = torch.tanh(hidden)
+        loss = torch.mm(active, q).sum()
+        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
+        of_q = gradient(torch.mm(active.t(), upstream))
+        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t()) * torch.cos(hidden)))
+        return loss, of_q, of_p
+
+    return by_hand(layer, *((role, torch.rand(shape, dtype=torch.float64))
+                            for role, shape in (("p", (4, 4)), ("p", (4, 4)), ("x", (8, 4)))))
+
+
 def values_for(step: StepGraph) -> list[Any]:
     """Inputs for one run: positive, since some are variances, and small class numbers."""
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from graphs import by_hand, check, gradient, mlp, outcome, seed, training_step, values_for
+from graphs import by_hand, check, mlp, outcome, training_step, two_layers, values_for
 from torch import nn
 
 from memopt_compile.backends import eager
@@ -24,19 +24,6 @@ def doubles(*shape):
 
 def plan(*again):
     return MemoryPlan(0, 0, 0.0, 0.0, (), frozenset(again))
-
-
-def two_layers():
-    def layer(p, q, x):
-        hidden = torch.mm(x, p)
-        active = torch.tanh(hidden)
-        loss = torch.mm(active, q).sum()
-        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
-        of_q = gradient(torch.mm(active.t(), upstream))
-        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t()) * torch.cos(hidden)))
-        return loss, of_q, of_p
-
-    return by_hand(layer, ("p", doubles(4, 4)), ("p", doubles(4, 4)), ("x", doubles(8, 4)))
 
 
 def test_golden():

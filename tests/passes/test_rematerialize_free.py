@@ -1,6 +1,6 @@
 import pytest
 import torch
-from graphs import by_hand, check, gradient, mlp, seed, training_step
+from graphs import by_hand, check, mlp, seed, training_step, two_layers
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -18,16 +18,7 @@ def doubles(*shape):
 
 
 def test_golden():
-    def layer(p, q, x):
-        hidden = torch.mm(x, p)
-        active = torch.tanh(hidden)
-        loss = torch.mm(active, q).sum()
-        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
-        of_q = gradient(torch.mm(active.t(), upstream))
-        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t()) * torch.cos(hidden)))
-        return loss, of_q, of_p
-
-    step = by_hand(layer, ("p", doubles(4, 4)), ("p", doubles(4, 4)), ("x", doubles(8, 4)))
+    step = two_layers()
     check(step, RematerializeFree())
     assert (
         step.text()
