@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor
+from .. import compat_inductor, compression
 from ..costs import is_library, workspace_bytes
 from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
 from ..step_graph import StepGraph, op_name
@@ -80,6 +80,7 @@ class Lowered:
 
 def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
+    compression.expand(step, decompositions())
     parts = [one_piece(step)] if whole or not can_cut(step) else pieces(step)
     settings = compat_inductor.settings()
     names: dict[Any, str] = {}

@@ -14,8 +14,9 @@ from .options import format_bytes
 class Decision:
     """What becomes of one activation between forward and backward.
 
-    `name` is its node's, `value` type and shape, `choice` "keep" or "recompute", `bytes` what it
-    holds while it is kept, `seconds` what its operator takes by the cost model, `line` the user's.
+    `name` is its node's, `value` type and shape, `bytes` its size, `choice` "keep", "recompute" or
+    "compress" with the `form`, `kept_bytes` what is held of it in between, `seconds` what its operator
+    takes by the cost model, or packing and unpacking it, `line` the user's.
     """
 
     name: str
@@ -24,6 +25,12 @@ class Decision:
     choice: str
     seconds: float
     line: str | None = None
+    form: str = ""
+    kept_bytes: int = 0
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes - self.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,11 @@ class MemoryPlan:
     `limit_bytes` is the transient peak that was asked for (beyond the step's inputs), `peak_bytes`
     the one that the plan has by simulation, `seconds` what it adds to a step by the cost model, `gap` the
     share of these that a better plan could save at most, as the solver proved of its program;
-    `again` names the operators that run again, those for the sake of others included.
+    `again` names the operators that run again, those for the sake of others included; `packed` are
+    the names of what is packed, with the formats.
     """
 
-    HEAD: ClassVar = ("activation", "value", "bytes", "choice", "µs", "made by")
+    HEAD: ClassVar = ("activation", "value", "bytes", "choice", "kept", "µs", "made by")
 
     limit_bytes: int
     peak_bytes: int
@@ -44,6 +52,7 @@ class MemoryPlan:
     gap: float
     decisions: tuple[Decision, ...] = field(repr=False)
     again: frozenset[str] = field(repr=False)
+    packed: tuple[tuple[str, str], ...] = field(repr=False, default=())
 
     @property
     def fits(self) -> bool:
@@ -54,15 +63,19 @@ class MemoryPlan:
 
     def rows(self) -> list[list[str]]:
         """The decisions as cells under `HEAD`, largest first."""
-        return [[d.name, d.value, format_bytes(d.bytes), d.choice, f"{1e6 * d.seconds:.1f}",
-                 d.line or ""] for d in sorted(self.decisions, key=lambda d: -d.bytes)]
+        return [[d.name, d.value, format_bytes(d.bytes), d.form or d.choice, format_bytes(d.kept_bytes),
+                 f"{1e6 * d.seconds:.1f}", d.line or ""]
+                for d in sorted(self.decisions, key=lambda d: -d.bytes)]
 
     def table(self) -> str:
         return tabulate(self.rows(), self.HEAD, tablefmt="simple", disable_numparse=True)
 
     def __str__(self) -> str:
-        again = self.chosen("recompute")
-        return (f"{len(again)} of {len(self.decisions)} activations "
+        again, packed = self.chosen("recompute"), self.chosen("compress")
+        text = (f"{len(again)} of {len(self.decisions)} activations "
                 f"({format_bytes(sum(d.bytes for d in again))}) are computed again, by "
-                f"{len(self.again)} operators, "
-                f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}")
+                f"{len(self.again)} operators, ")
+        if packed:
+            text += (f"{len(packed)} ({format_bytes(sum(d.bytes for d in packed))}) kept in "
+                     f"{format_bytes(sum(d.kept_bytes for d in packed))}, ")
+        return text + f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}"

@@ -35,7 +35,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 # In this version only the first choice of each of these works.
 UNBUILT = {
-    "compress": "compression of saved activations",
     "offload": "offload to host memory",
     "zero": "sharding over ranks (ZeRO)",
     "adapt": "planning again during training",

@@ -18,6 +18,7 @@ from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
 from .passes.channels_last import ChannelsLast
 from .passes.chunk_logits import ChunkLogits
+from .passes.compress import Compress
 from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
@@ -39,7 +40,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
-    limited = options.recompute and held
+    means = options.recompute, options.compress
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -64,14 +65,15 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
         # runs twice for that.
         (held and not eager, partial(ChunkLogits, limit_bytes)),
-        # And still? Decide which activations to keep, and compute the others again.
-        (limited and eager, partial(ReplayDropout, limit_bytes)),
+        # And still? Decide which activations to keep, and compress the others or compute them again.
+        (held and eager, partial(ReplayDropout, limit_bytes)),
         # (The eager lowering, an oracle, adds up in another order only if nothing else fits.)
-        (limited and eager, partial(PlanMemory, limit_bytes, device, or_smallest=False)),
+        (held and eager, partial(PlanMemory, limit_bytes, device, *means, or_smallest=False)),
         (held and eager, partial(ChunkLogits, limit_bytes)),
-        (limited, partial(PlanMemory, limit_bytes, device)),
-        (limited, Recompute),
-        (limited, ScheduleForPeak),
+        (held, partial(PlanMemory, limit_bytes, device, *means)),
+        (held, Recompute),
+        (held, Compress),
+        (held, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),
         # What writes in place needs no buffer of its own: another order may be best now, and

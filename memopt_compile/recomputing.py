@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -35,21 +36,24 @@ def parts(step: StepGraph, nodes: Container[fx.Node]) -> set[fx.Node]:
 
 
 def recompute(step: StepGraph, again: set[fx.Node],
-              readers: Container[Phase] = (Phase.BACKWARD,)) -> dict[fx.Node, fx.Node]:
+              readers: Container[Phase] = (Phase.BACKWARD,),
+              source: Mapping[fx.Node, Callable[[], fx.Node]] = MappingProxyType({}),
+              ) -> dict[fx.Node, fx.Node]:
     """Give the `readers`, backward alone or the update too, a copy of their own of each value in
     `again`; returns original by copy.
 
     A copy stands right before its first reader, so that it lives no longer than it must; the items
-    of an operator with several results stand behind it.
+    of an operator with several results stand behind it. What has a `source` is made by that.
     """
     copy_of: dict[fx.Node, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
     for reader in list(step.computing()):
         if step.phase(reader) not in readers:
             continue
-        for value in _needed(reader.all_input_nodes, again, copy_of):
+        for value in _needed(reader.all_input_nodes, again, copy_of, source):
             with step.graph.inserting_before(reader):
-                copy = step.graph.node_copy(value, lambda n: copy_of.get(n, n))
+                copy = (source[value]() if value in source else
+                        step.graph.node_copy(value, lambda n: copy_of.get(n, n)))
             step.phases[copy] = Phase.BACKWARD
             copy_of[value] = copy
             copies[copy] = value
@@ -60,13 +64,13 @@ def recompute(step: StepGraph, again: set[fx.Node],
 
 
 def _needed(values: Iterable[fx.Node], again: set[fx.Node],
-            done: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+            done: Container[fx.Node], source: Container[fx.Node]) -> list[fx.Node]:
     """What has to be computed again for `values`, operands first."""
     order: dict[fx.Node, None] = {}
 
     def visit(value: fx.Node) -> None:
         if value in again and value not in done and value not in order:
-            for operand in value.all_input_nodes:
+            for operand in () if value in source else value.all_input_nodes:
                 visit(operand)
             order[value] = None
             order.update(dict.fromkeys(u for u in value.users if u.target is operator.getitem

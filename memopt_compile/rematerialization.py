@@ -1,18 +1,21 @@
-"""What recomputation could do to a step, as plain values: `Problem`, and its exact outcome for a
-choice, `simulate`.
+"""What recomputation and compression could do to a step, as plain values: `Problem`, and its exact
+outcome for a choice, `simulate`.
 
 An operation of the forward phase can run once more in a backward phase, right before the first
 operator there that needs one of its results; what that needs in turn is kept, or runs again with
-it. So a value that backward reads is either *kept* from its last reader in forward to its first in
-backward, the gap, or its operation runs *again*. Positions count the operators of the schedule.
-Views are no values: they live with the storage that they show, and are taken again with it.
+it. So a value that backward reads is *kept* from its last reader in forward to its first in
+backward, the gap; or its operation runs *again*; or it is *packed* right behind its last reader in
+forward, and unpacked right before the first operator of backward that needs it. Positions count the
+operators of the schedule. Views are no values: they live with the storage that they show, and are
+taken again with it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -20,7 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
+from .packing import Packed, candidates
 from .recomputing import overwritten_early
+from .sensitivity import Use, may_follow, sensitivity
 from .step_graph import (
     WAIT,
     Phase,
@@ -30,12 +35,14 @@ from .step_graph import (
 )
 
 NEVER = 10**9  # a position behind every other
+NOTHING: Mapping[int, Packed] = MappingProxyType({})
 
 
 @dataclass
 class Value:
     """A storage that forward makes: `made` by an operation at a position, `last` touched in forward
-    there, read in backward from `first` to `final` (`first` is `NEVER` if it is not)."""
+    there, read in backward from `first` to `final` (`first` is `NEVER` if it is not). `packed` are
+    the ways to keep it in fewer bytes; `exact` says that backward needs what forward made."""
 
     node: fx.Node
     nbytes: int
@@ -44,6 +51,8 @@ class Value:
     last: int
     first: int = NEVER
     final: int = -1
+    packed: tuple[Packed, ...] = ()
+    exact: bool = False
 
     @property
     def needed(self) -> bool:
@@ -52,7 +61,8 @@ class Value:
 
 @dataclass
 class Operation:
-    """An operator of forward: the values it `reads` and `makes`, whether it may run `again`."""
+    """An operator of forward: the values it `reads` and `makes`, whether it may run `again`, and
+    those of the values that have to be `exact` if it does."""
 
     node: fx.Node
     position: int
@@ -60,11 +70,13 @@ class Operation:
     makes: list[int] = field(default_factory=list)
     again: bool = True
     seconds: float = 0.0
+    exact: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step in its present order, with everything that a choice of recomputation depends on."""
+    """A step in its present order, with everything that a choice depends on. If the value of a pair
+    in `together` does not come back exactly, the operation of the pair has to run again."""
 
     order: list[fx.Node]
     live: list[int]  # transient bytes at each position, as the step is
@@ -74,16 +86,22 @@ class Problem:
     backward: list[bool]
     roots: dict[fx.Node, frozenset[fx.Node]]
     workspace: Workspace
+    together: tuple[tuple[int, int], ...] = ()
 
-    def cost(self, again: Collection[int]) -> float:
-        """Seconds that running these operations again takes."""
-        return sum(self.operations[o].seconds for o in again)
+    def cost(self, again: Collection[int], packed: Mapping[int, Packed] = NOTHING) -> float:
+        """Seconds that running these operations again and packing these values takes."""
+        return (sum(self.operations[o].seconds for o in again)
+                + sum(each.seconds for each in packed.values()))
 
 
 def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
-            workspace: Workspace | None = None) -> Problem:
-    """The values and operations of `step` that recomputation can choose from."""
+            workspace: Workspace | None = None, compress: str | None = None,
+            again: bool = True) -> Problem:
+    """The values and operations of `step` that can be chosen from, with the formats of this `compress`
+    option; nothing may run again without `again`."""
     workspace = workspace or no_workspace
+    tolerated = sensitivity(step, compress)
+    packed = candidates(tolerated, seconds)
     order, life = list(step.computing()), lifetimes(step.graph)
     roots = storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]
@@ -100,7 +118,9 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
                 operations.append(_operation(maker, at, roots, number, fixed, seconds))
             number[node] = len(values)
             operations[made_by[maker]].makes.append(len(values))
-            values.append(Value(node, life.size[node], made_by[maker], at, at))
+            values.append(Value(node, life.size[node], made_by[maker], at, at,
+                                packed=_allowed(node, packed, fixed),
+                                exact=tolerated.use.get(node) is Use.EXACT))
         for root in life.touched[node]:
             if root not in number:
                 continue
@@ -108,20 +128,31 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             if step.phase(node) is Phase.BACKWARD:
                 value.first, value.final = min(value.first, at), at
             elif value.needed:  # read behind backward, though not by it: it stays as it is
-                operations[value.operation].again = False
+                operations[value.operation].again, value.packed = False, ()
             else:
                 value.last = max(value.last, at)
     written = {r: at for at, n in reversed(list(enumerate(order)))
                for a in mutated_args(n) for r in roots[a]}
     for value in values:
         if value.node in life.kept:
-            operations[value.operation].again = False
+            operations[value.operation].again, value.packed = False, ()
     for operation, latest in zip(operations, latest_runs(values, operations)):
         reads = {r for a in operation.node.all_input_nodes for r in roots[a]}
         if latest >= min((written.get(r, NEVER) for r in reads), default=NEVER):
             operation.again = False  # an operand may be overwritten by then
+    for operation in operations:
+        operation.again = operation.again and again
+    together = tuple((number[node], made_by[other.args[0]]) for node, others in
+                     tolerated.together.items() for other in others
+                     if node in number and other in number)
     return Problem(order, live_bytes(order, life, workspace), values, operations, life, backward,
-                   roots, workspace)
+                   roots, workspace, together)
+
+
+def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
+             fixed: set[fx.Node]) -> tuple[Packed, ...]:
+    kept = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or node in fixed
+    return () if kept else packed.get(node, ())
 
 
 def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
@@ -131,8 +162,9 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                  or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # the user says so
                  or str(node.target) in (WAIT, "aten._local_scalar_dense.default")
                  or owners.keys() & fixed or roots[node] & fixed)
-    return Operation(node, at, tuple(number[r] for r in owners if r in number),
-                     again=again, seconds=seconds(node))
+    exact = dict.fromkeys(r for a in node.all_input_nodes if not may_follow(node, a) for r in roots[a])
+    return Operation(node, at, tuple(number[r] for r in owners if r in number), again=again,
+                     seconds=seconds(node), exact=tuple(number[r] for r in exact if r in number))
 
 
 def latest_runs(values: list[Value], operations: list[Operation]) -> list[int]:
@@ -162,8 +194,10 @@ class Outcome:
         return max(self.live, default=0)
 
 
-def simulate(problem: Problem, again: Collection[int]) -> Outcome:
-    """The live bytes, exactly, if the operations `again` run again where they are first needed."""
+def simulate(problem: Problem, again: Collection[int],
+             packed: Mapping[int, Packed] = NOTHING) -> Outcome:
+    """The live bytes, exactly, if the operations `again` run again where they are first needed, and
+    the values `packed` are packed as said."""
     values, operations, life = problem.values, problem.operations, problem.life
     number = {v.node: i for i, v in enumerate(values)}
     again, done = set(again), set()
@@ -171,45 +205,59 @@ def simulate(problem: Problem, again: Collection[int]) -> Outcome:
     at: list[int] = []
     touched: dict[Any, frozenset] = {}
     born, size = dict(life.born), dict(life.size)
+    held: dict[Any, fx.Node] = {}  # what runs: as itself, again, or to pack
+    packing: dict[int, list[int]] = {}  # values by the position behind which they are packed
+    for v in sorted(packed):
+        packing.setdefault(values[v].last, []).append(v)
 
     def owner(value: int) -> Any:
-        return (value,) if values[value].operation in again else values[value].node
+        changed = values[value].operation in again or value in packed
+        return (value,) if changed else values[value].node
+
+    def run(key: Any, node: fx.Node, position: int, touches: Iterable[Any], makes: int) -> None:
+        order.append(key)
+        at.append(position)
+        held[key], touched[key], born[key] = node, frozenset(touches), makes
+
+    def unpack(among: Iterable[int], position: int) -> None:
+        for v in among:
+            if v in packed and v not in done:
+                done.add(v)
+                size[v,] = values[v].nbytes
+                run(("unpack", v), packed[v].decode, position, [("packed", v), (v,)], values[v].nbytes)
 
     def run_again(o: int, position: int) -> None:
         stack = [o]
         while stack:
             top = operations[stack[-1]]
             missing = [values[v].operation for v in top.reads
-                       if values[v].operation in again - done]
+                       if v not in done and values[v].operation in again]
             if missing:
                 stack += reversed(missing)
                 continue
             o = stack.pop()
-            if o in done:
-                continue
-            done.add(o)
-            key = ("again", o)
-            touched[key] = frozenset(map(owner, (*top.reads, *top.makes)))
-            born[key] = sum(values[v].nbytes for v in top.makes)
-            size.update({(v,): values[v].nbytes for v in top.makes})
-            order.append(key)
-            at.append(position)
+            if top.makes[0] not in done:
+                done.update(top.makes)
+                size.update({(v,): values[v].nbytes for v in top.makes})
+                unpack(top.reads, position)
+                run(("again", o), top.node, position, map(owner, (*top.reads, *top.makes)),
+                    sum(values[v].nbytes for v in top.makes))
 
     for position, node in enumerate(problem.order):
         touches = life.touched[node]
         if problem.backward[position]:
-            mine = [values[number[r]].operation for a in node.all_input_nodes
-                    for r in problem.roots[a] if r in number]
-            for o in mine:
-                if o in again:
-                    run_again(o, position)
+            mine = [number[r] for a in node.all_input_nodes for r in problem.roots[a] if r in number]
+            for v in mine:
+                if values[v].operation in again:
+                    run_again(values[v].operation, position)
+            unpack(mine, position)
             if mine:
                 touches = frozenset(owner(number[r]) if r in number else r for r in touches)
-        touched[node] = touches
-        order.append(node)
-        at.append(position)
+        run(node, node, position, touches, life.born.get(node, 0))
+        for v in packing.get(position, ()):
+            size["packed", v] = packed[v].nbytes
+            run(("pack", v), packed[v].encode, position, [values[v].node, ("packed", v)],
+                packed[v].nbytes)
 
-    def held(key: Any) -> int:
-        return problem.workspace(operations[key[1]].node if isinstance(key, tuple) else key)
-
-    return Outcome(live_bytes(order, Lifetimes(size, touched, life.kept, born), held), at)
+    return Outcome(live_bytes(order, Lifetimes(size, touched, life.kept, born),
+                              lambda key: problem.workspace(held[key])), at)

@@ -97,7 +97,7 @@ def groups(problem: Problem) -> list[int]:
                 number[start + turn * period + i] = number[start + of * period + i]
 
     tie(0, len(operations))
-    return [n if o.again else -1 for n, o in zip(number, operations)]
+    return number
 
 
 def halves(count: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Decide for every activation whether it is kept or computed again, so that the step fits.
+"""Decide for every activation whether it is kept, computed again or compressed, so that the step fits.
 
-The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by itself: the pass
-`recompute` does what it says.
+The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by itself: the passes
+`recompute` and `compress` do what it says.
 
 1. A step that fits gets no plan.
 2. Of the plans that fit the fastest by `seconds` is taken.
@@ -9,6 +9,7 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
    to be tried first (`or_smallest`); whether it is enough once the other passes are done is for the
    budget's owner to judge.
 4. A plan that is there and fits stays.
+5. Formats that lose nothing are always allowed, others as `compress` says.
 
 Memory and numbers: as before.
 """
@@ -32,11 +33,14 @@ from memopt_compile.structure import groups
 
 @dataclass(frozen=True)
 class PlanMemory(StepPass):
-    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides."""
+    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides; whether operators
+    may run `again`, and which lossy formats `compress` allows, are the user's options."""
 
     name: ClassVar[str] = "plan_memory"
     peak_bytes: int
     device: torch.device
+    again: bool = True
+    compress: str | None = None
     or_smallest: bool = True
 
     def requires(self, step: StepGraph) -> str | None:
@@ -48,7 +52,7 @@ class PlanMemory(StepPass):
         if step.plan is not None:  # rule 4
             return
         limit = self.peak_bytes - resident_bytes(step)
-        found = problem(step, roofline(self.device), costs)
+        found = problem(step, roofline(self.device), costs, self.compress, self.again)
         if max(found.live, default=0) > limit:  # rule 1
             together = groups(found)
             chosen = planner.cheapest(found, limit, together)  # rule 2
@@ -61,12 +65,16 @@ class PlanMemory(StepPass):
 def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> MemoryPlan:
     """`chosen` in words: a decision for every activation that backward reads."""
     decisions = []
-    for value in problem.values:
+    for v, value in enumerate(problem.values):
         if value.needed and value.first > value.last + 1:
-            operation = problem.operations[value.operation]
+            operation, packed = problem.operations[value.operation], chosen.packed.get(v)
             again = value.operation in chosen.again
+            choice = "compress" if packed else "recompute" if again else "keep"
             decisions.append(Decision(
-                value.node.name, describe(value.node), value.nbytes, "recompute" if again else "keep",
-                operation.seconds, source_line(value.node)))
+                value.node.name, describe(value.node), value.nbytes, choice,
+                packed.seconds if packed else operation.seconds, source_line(value.node),
+                packed.form if packed else "", packed.nbytes if packed else 0 if again else value.nbytes))
     names = frozenset(problem.operations[o].node.name for o in chosen.again)
-    return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names)
+    formats = tuple((problem.values[v].node.name, p.form) for v, p in sorted(chosen.packed.items()))
+    return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names,
+                      formats)

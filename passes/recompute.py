@@ -28,7 +28,7 @@ class Recompute(StepPass):
 
     def requires(self, step: StepGraph) -> str | None:
         if step.plan is None or not step.plan.again:
-            return "the plan keeps every activation"
+            return "nothing is to run again"
         return None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:

@@ -1,0 +1,75 @@
+"""Keep activations packed between forward and backward, as `StepGraph.plan` says.
+
+1. A value of the plan is packed right behind the last operator of forward that touches it, and unpacked
+   right before the first of backward that does, what runs again there included.
+2. All of backward reads the unpacked value, through views of it that are taken again.
+
+Before:  a = gelu(h); y = mm(a, W); ...                                  | backward: mm(dy, a)
+After:   a = gelu(h); y = mm(a, W); codes, scales = compress(a); ...     | backward:
+         a' = decompress([codes, scales]); mm(dy, a')
+
+Memory: from forward to backward the parts live in place of the value. Numbers: by its format, see
+`quantization.activations`; those of masks, signs and indices as before, bit for bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import fx
+
+from memopt_compile.compression import COMPRESS, DECOMPRESS
+from memopt_compile.recomputing import parts, recompute
+from memopt_compile.step_graph import Phase, StepGraph, storage_roots
+from memopt_compile.step_pass import StepPass
+
+
+@dataclass(frozen=True)
+class Compress(StepPass):
+    name: ClassVar[str] = "compress"
+
+    def requires(self, step: StepGraph) -> str | None:
+        if step.plan is None or not step.plan.packed:
+            return "nothing is to be compressed"
+        return None
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        named = {n.name: n for n in step.computing()}
+        forms = {named[name]: form for name, form in step.plan.packed}
+        last = last_of_forward(step)
+        behind: dict[fx.Node, fx.Node] = {}  # what has been put behind an operator, the last of it
+        unpack: dict[fx.Node, Callable[[], fx.Node]] = {}
+        for value, form in forms.items():
+            place = last[value]
+            items = pack(step, value, form, behind.get(place, place))
+            behind[place] = items[-1]
+            unpack[value] = partial(unpacked, step, value, form, items)
+        recompute(step, parts(step, forms), source=unpack)
+
+
+def pack(step: StepGraph, value: fx.Node, form: str, behind: fx.Node) -> list[fx.Node]:
+    """The parts of `value`, made right behind a node."""
+    with step.graph.inserting_after(behind):
+        packed = step.call(value, COMPRESS, value, form)
+    items = [packed]
+    for i in range(len(packed.meta["val"])):
+        with step.graph.inserting_after(items[-1]):
+            items.append(step.call(value, operator.getitem, packed, i))
+    return items[1:]
+
+
+def unpacked(step: StepGraph, value: fx.Node, form: str, items: list[fx.Node]) -> fx.Node:
+    """The value again, made where the graph inserts now."""
+    fake = value.meta["val"]
+    return step.call(value, DECOMPRESS, items, form, list(fake.shape), list(fake.stride()), fake.dtype)
+
+
+def last_of_forward(step: StepGraph) -> dict[fx.Node, fx.Node]:
+    """For each storage the last operator of forward that touches it."""
+    roots = storage_roots(step.graph)
+    return {root: node for node in step.computing() if step.phase(node) is Phase.FORWARD
+            for touched in (node, *node.all_input_nodes) for root in roots[touched]}
