@@ -80,7 +80,7 @@ class Lowered:
 
 def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
-    compression.expand(step, decompositions())
+    step = compression.expanded(step, decompositions())
     parts = [one_piece(step)] if whole or not can_cut(step) else pieces(step)
     settings = compat_inductor.settings()
     names: dict[Any, str] = {}

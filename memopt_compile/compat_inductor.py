@@ -312,6 +312,9 @@ class _Nothing:
     def __enter__(self) -> _Nothing:
         return self
 
+    def __getitem__(self, key: Any) -> _Nothing:
+        return self
+
     def __exit__(self, *error: Any) -> None:
         pass
 

@@ -1,7 +1,7 @@
 """The operators `memopt::compress` and `memopt::decompress`, and what they are to Inductor.
 
 In eager they go through the tensor a slab of rows at a time, so that what they hold beside operand
-and result stays small. For Inductor they are replaced by their arithmetic (`expand`), which fuses.
+and result stays small. For Inductor they are replaced by their arithmetic (`expanded`), which fuses.
 """
 
 from __future__ import annotations
@@ -118,8 +118,11 @@ def _layouts(packing: Packing, rows: Tensor) -> list[tuple[torch.Size, torch.dty
     return [(p.shape, p.dtype) for p in parts]
 
 
-def expand(step: StepGraph, decompositions: Mapping[Any, Any]) -> None:
-    """Put their arithmetic in the place of both operators."""
+def expanded(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
+    """The step, or a copy of it with their arithmetic in the place of both operators."""
+    if not any(node.target is COMPRESS for node in step.computing()):
+        return step
+    step = step.copy()
     for node in list(step.computing()):
         if node.target is COMPRESS:
             items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
@@ -131,6 +134,7 @@ def expand(step: StepGraph, decompositions: Mapping[Any, Any]) -> None:
         elif node.target is DECOMPRESS:
             made = _inline(step, node, partial(_unpacked, node.args[1:]), node.args[0], decompositions)
             step.replace(node, made[0])
+    return step
 
 
 def _unpacked(layout: tuple, *parts: Tensor) -> list[Tensor]:

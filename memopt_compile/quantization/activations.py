@@ -75,11 +75,11 @@ class Mask(Packing):
 
     def encode(self, rows: Tensor, shared: Parts) -> list[Tensor]:
         bits = rows if rows.dtype == torch.bool else ~(rows <= 0)
-        bits = whole_blocks(bits.reshape(-1).view(torch.uint8), 8 * BLOCK).view(-1, 8, BLOCK)
+        bits = whole_blocks(bits.reshape(-1), 8 * BLOCK).view(-1, 8, BLOCK).to(torch.int32)
         byte = bits[:, 0]
         for i in range(1, 8):
             byte = byte | (bits[:, i] << i)
-        return [byte]
+        return [byte.to(torch.uint8)]
 
     def decode(self, shared: Parts, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         shifts = torch.arange(8, dtype=torch.uint8, device=parts[0].device)[:, None]
@@ -155,8 +155,9 @@ class Outliers(Packing):
 
     def encode(self, rows: Tensor, shared: Parts) -> list[Tensor]:
         index = shared[0].to(torch.int64)
-        rest = Groups().encode(rows.index_fill(1, index, 0), ())
-        return [rows.index_select(1, index), *rest]
+        # Not rows.index_fill: a scatter is a copy of all rows.
+        outlying = torch.zeros_like(rows[0], dtype=torch.bool).index_fill(0, index, True)
+        return [rows.index_select(1, index), *Groups().encode(torch.where(outlying, 0, rows), ())]
 
     def decode(self, shared: Parts, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         rows = Groups().decode((), parts[1:], shape, dtype)
