@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .compat_trace import hinted
 from .quantization.activations import FORMATS, Packing
 from .step_graph import StepGraph
 
@@ -83,6 +84,11 @@ COMPRESS = torch.ops.memopt.compress.default
 DECOMPRESS = torch.ops.memopt.decompress.default
 
 
+def layout(value: Tensor) -> tuple[list[int], list[int], torch.dtype]:
+    """What `decompress` has to be told of a value."""
+    return list(map(hinted, value.shape)), list(map(hinted, value.stride())), value.dtype
+
+
 def in_rows(value: Tensor) -> Tensor:
     """A view of dense memory as a matrix, whose columns lie along the innermost dimension."""
     inner = value.permute(order_of(value.shape, value.stride()))
@@ -144,8 +150,9 @@ def _unpacked(layout: tuple, *parts: Tensor) -> list[Tensor]:
 def _inline(step: StepGraph, node: fx.Node, function: Any, reads: Sequence[fx.Node],
             decompositions: Mapping[Any, Any]) -> list[fx.Node]:
     """The results of `function` of `reads`, traced into the graph before `node`."""
-    traced = make_fx(function, decomposition_table=dict(decompositions))(
-        *(n.meta["val"] for n in reads)).graph
+    values = [n.meta["val"] for n in reads]
+    with values[0].fake_mode:
+        traced = make_fx(function, decomposition_table=dict(decompositions))(*values).graph
     known = dict(zip(traced.find_nodes(op="placeholder"), reads))
     for made in traced.nodes:
         if made.op == "call_function":

@@ -45,8 +45,15 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_random(node: fx.Node) -> bool:
-    return (isinstance(node.target, OPERATOR)
-            and torch.Tag.nondeterministic_seeded in node.target.tags)
+    """Whether `node` draws random numbers. An attention without dropout only could."""
+    if not (isinstance(node.target, OPERATOR)
+            and torch.Tag.nondeterministic_seeded in node.target.tags):
+        return False
+    arguments = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in arguments:
+        return True
+    given = dict(zip(arguments, node.args), **node.kwargs)
+    return given.get("dropout_p", 0.0) != 0.0
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .compression import COMPRESS, DECOMPRESS
+from .compression import COMPRESS, DECOMPRESS, layout
 from .quantization.activations import FORMATS
 from .sensitivity import Sensitivity
 from .step_graph import nbytes
@@ -59,7 +59,6 @@ def _packed(node: fx.Node, form: str, seconds: Callable[[fx.Node], float]) -> Pa
     for i, part in enumerate(encode.meta["val"]):
         parts.append(graph.placeholder(f"part_{i}"))
         parts[-1].meta["val"] = part
-    layout = form, list(value.shape), list(value.stride()), value.dtype
-    decode = graph.call_function(DECOMPRESS, (parts, *layout))
+    decode = graph.call_function(DECOMPRESS, (parts, form, *layout(value)))
     decode.meta["val"] = value
     return Packed(form, nbytes(encode.meta["val"]), seconds(encode) + seconds(decode), encode, decode)

@@ -158,7 +158,7 @@ def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
 def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
     owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
-    again = not (is_random(node) or is_collective(node) or node.is_impure() or mutated_args(node)
+    again = not (is_random(node) or is_collective(node) or node.is_impure(impure_random=False) or mutated_args(node)
                  or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # the user says so
                  or str(node.target) in (WAIT, "aten._local_scalar_dense.default")
                  or owners.keys() & fixed or roots[node] & fixed)

@@ -22,15 +22,16 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from memopt_compile.compression import COMPRESS, DECOMPRESS
+from memopt_compile.compression import COMPRESS, DECOMPRESS, layout
 from memopt_compile.recomputing import parts, recompute
 from memopt_compile.step_graph import Phase, StepGraph, storage_roots
-from memopt_compile.step_pass import StepPass
+from memopt_compile.step_pass import Numerics, StepPass
 
 
 @dataclass(frozen=True)
 class Compress(StepPass):
     name: ClassVar[str] = "compress"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     def requires(self, step: StepGraph) -> str | None:
         if step.plan is None or not step.plan.packed:
@@ -64,8 +65,7 @@ def pack(step: StepGraph, value: fx.Node, form: str, behind: fx.Node) -> list[fx
 
 def unpacked(step: StepGraph, value: fx.Node, form: str, items: list[fx.Node]) -> fx.Node:
     """The value again, made where the graph inserts now."""
-    fake = value.meta["val"]
-    return step.call(value, DECOMPRESS, items, form, list(fake.shape), list(fake.stride()), fake.dtype)
+    return step.call(value, DECOMPRESS, items, form, *layout(value.meta["val"]))
 
 
 def last_of_forward(step: StepGraph) -> dict[fx.Node, fx.Node]:

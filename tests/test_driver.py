@@ -51,7 +51,7 @@ def test_wrong_unit():
 
 
 def test_planned_feature_is_refused():
-    _, step, batch = training(compress="int4")
+    _, step, batch = training(zero=1)
     with pytest.raises(memopt.OptionError, match="planned"):
         step(*batch)
 
