@@ -23,6 +23,7 @@ from .errors import InfeasibleBudget, MemoptError, OptionError
 from .liveness import timeline
 from .options import Options, format_bytes, refuse_unbuilt
 from .records import Compilation, captured_only, remember
+from .shadow import shadowed
 from .step_graph import Role, StepGraph
 from .verification import verifying
 
@@ -215,7 +216,11 @@ def _lower(step: StepGraph, record: Compilation) -> Callable:
     _hold_to_budget(record)
     if record.device.type == "cpu":
         devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
-    return record.measured(lowered)
+    run, plan = record.measured(lowered), record.step.plan
+    if record.versions and plan and plan.largest_error:
+        run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
+                       record.options.max_gradient_error, record.where, record.compressed)
+    return run
 
 
 def _fix_sizes(step: StepGraph) -> None:

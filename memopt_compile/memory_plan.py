@@ -16,7 +16,8 @@ class Decision:
 
     `name` is its node's, `value` type and shape, `bytes` its size, `choice` "keep", "recompute" or
     "compress" with the `form`, `kept_bytes` what is held of it in between, `seconds` what its operator
-    takes by the cost model, or packing and unpacking it, `line` the user's.
+    takes by the cost model, or packing and unpacking it, `line` the user's, `error` the share of the
+    value's norm that the format loses of normal numbers.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Decision:
     line: str | None = None
     form: str = ""
     kept_bytes: int = 0
+    error: float = 0.0
 
     @property
     def bytes_saved(self) -> int:
@@ -55,6 +57,11 @@ class MemoryPlan:
     packed: tuple[tuple[str, str], ...] = field(repr=False, default=())
 
     @property
+    def largest_error(self) -> float:
+        """That of any format in use: about what it costs the gradients that the value enters."""
+        return max((d.error for d in self.decisions), default=0.0)
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
 
@@ -77,5 +84,6 @@ class MemoryPlan:
                 f"{len(self.again)} operators, ")
         if packed:
             text += (f"{len(packed)} ({format_bytes(sum(d.bytes for d in packed))}) kept in "
-                     f"{format_bytes(sum(d.kept_bytes for d in packed))}, ")
+                     f"{format_bytes(sum(d.kept_bytes for d in packed))}"
+                     + (f" (errors up to {self.largest_error:.1%}), " if self.largest_error else ", "))
         return text + f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}"

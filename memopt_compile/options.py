@@ -52,6 +52,8 @@ class Options:
             peak), or "auto" (free device memory less a reserve).
         recompute: the planner may run operations again instead of keeping their results.
         compress: None, "int8", "int4" or "auto": the planner may keep activations in fewer bits.
+        max_gradient_error: a share of the gradient's norm, such as 0.05. Formats with larger errors are
+            not used, and with `verify` the first step is refused if its gradients are further off.
         offload: the planner may move values to host memory and back.
         accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
@@ -68,6 +70,7 @@ class Options:
     memory_budget: int | float | str | None = None
     recompute: bool = True
     compress: str | None = None
+    max_gradient_error: float | None = None
     offload: bool = False
     accumulate: str = "gradients"
     zero: int = 0
@@ -80,6 +83,9 @@ class Options:
         for name, accepted in CHOICES.items():
             _check_choice(name, getattr(self, name), accepted)
         _check_budget(self.memory_budget)
+        error = self.max_gradient_error
+        if error is not None and not (isinstance(error, float) and 0 < error < 1):
+            raise _wrong("max_gradient_error", error, "give a share between 0.0 and 1.0, or None")
         if self.dump is not None and not (isinstance(self.dump, str | os.PathLike) and self.dump):
             raise _wrong("dump", self.dump, "give the path of a folder, or None")
 

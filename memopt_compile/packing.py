@@ -40,9 +40,11 @@ class Packed:
         return FORMATS[self.form].restores
 
 
-def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float]) -> dict[fx.Node, tuple[Packed, ...]]:
-    """For each activation the formats that would make it smaller by enough."""
-    made = {node: tuple(_packed(node, form, seconds) for form in forms)
+def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
+               max_error: float | None = None) -> dict[fx.Node, tuple[Packed, ...]]:
+    """For each activation the formats that make it smaller by enough, up to this error."""
+    most = 1.0 if max_error is None else max_error
+    made = {node: tuple(_packed(node, form, seconds) for form in forms if FORMATS[form].error <= most)
             for node, forms in found.formats.items() if nbytes(node.meta["val"]) >= SMALLEST}
     small = {node: tuple(p for p in ways if p.nbytes <= LARGEST * nbytes(node.meta["val"]))
              for node, ways in made.items()}

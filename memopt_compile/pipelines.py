@@ -28,6 +28,7 @@ from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.write_back_early import WriteBackEarly
+from .rematerialization import Means
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
@@ -40,7 +41,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
-    means = options.recompute, options.compress
+    means = Means(options.recompute, options.compress, options.max_gradient_error)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -68,9 +69,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # And still? Decide which activations to keep, and compress the others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
         # (The eager lowering, an oracle, adds up in another order only if nothing else fits.)
-        (held and eager, partial(PlanMemory, limit_bytes, device, *means, or_smallest=False)),
+        (held and eager, partial(PlanMemory, limit_bytes, device, means, or_smallest=False)),
         (held and eager, partial(ChunkLogits, limit_bytes)),
-        (held, partial(PlanMemory, limit_bytes, device, *means)),
+        (held, partial(PlanMemory, limit_bytes, device, means)),
         (held, Recompute),
         (held, Compress),
         (held, ScheduleForPeak),

@@ -20,6 +20,7 @@ from .liveness import Timeline
 from .measure import measure
 from .options import Options
 from .render import Report
+from .shadow import GradientError
 from .step_graph import StepGraph, source_line
 
 log = logging.getLogger("memopt_compile")
@@ -33,8 +34,10 @@ class Compilation:
     the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
     step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
     before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
-    the lowering generated; `captured` is the step before any pass, kept for a `frontier`; `folder` is where `dump` wrote; `largest_difference` is that of the first
-    step from eager, if `options.verify` asked for it.
+    the lowering generated; `captured` is the step before any pass, kept for a `frontier`;
+    `folder` is where `dump` wrote; `largest_difference` is that of the first step from eager, and
+    `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
+    `versions` has the step before and after it was compressed.
     """
 
     kind: str
@@ -51,6 +54,8 @@ class Compilation:
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     largest_difference: float | None = None
+    gradient_error: GradientError | None = None
+    versions: dict[str, StepGraph] = field(default_factory=dict)
     pieces: Any = None
     texts: dict[str, str] = field(default_factory=dict)
     program: str | None = None
@@ -64,6 +69,8 @@ class Compilation:
         Raises:
             OptionError: the folder `options.dump` cannot be written.
         """
+        if self.options.verify and name in ("plan_memory", "compress"):
+            self.versions[name] = step.copy()
         artifact = "memopt_before" if name == "captured" else f"memopt_after_{name}"
         debugging = log.isEnabledFor(logging.DEBUG)
         if self.options.dump is None and not debugging:  # Texts of large graphs take a while.
@@ -115,6 +122,11 @@ class Compilation:
         if peak > earlier and self.after is not None:
             self.measured_peak_bytes = self.after.resident_bytes + peak - held
         return result
+
+    def compressed(self, error: GradientError) -> None:
+        """Keep what compressed activations do to the first step's gradients, and say it."""
+        self.gradient_error = error
+        log.info("%s: gradients with compressed activations: %s", self.where, error)
 
     def dump(self) -> None:
         """Log the report, and write the files that `options.dump` asks for.

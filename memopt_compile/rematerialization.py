@@ -38,6 +38,19 @@ NEVER = 10**9  # a position behind every other
 NOTHING: Mapping[int, Packed] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Means:
+    """What the user allows: that operators run `again`; the lossy formats of this `compress` option, up
+    to `max_error` in each. Formats that lose nothing always are."""
+
+    again: bool = True
+    compress: str | None = None
+    max_error: float | None = None
+
+
+ALL_EXACT = Means()
+
+
 @dataclass
 class Value:
     """A storage that forward makes: `made` by an operation at a position, `last` touched in forward
@@ -95,13 +108,11 @@ class Problem:
 
 
 def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
-            workspace: Workspace | None = None, compress: str | None = None,
-            again: bool = True) -> Problem:
-    """The values and operations of `step` that can be chosen from, with the formats of this `compress`
-    option; nothing may run again without `again`."""
+            workspace: Workspace | None = None, means: Means = ALL_EXACT) -> Problem:
+    """The values and operations of `step` that can be chosen from with these `means`."""
     workspace = workspace or no_workspace
-    tolerated = sensitivity(step, compress)
-    packed = candidates(tolerated, seconds)
+    tolerated = sensitivity(step, means.compress)
+    packed = candidates(tolerated, seconds, means.max_error)
     order, life = list(step.computing()), lifetimes(step.graph)
     roots = storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]
@@ -141,7 +152,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
         if latest >= min((written.get(r, NEVER) for r in reads), default=NEVER):
             operation.again = False  # an operand may be overwritten by then
     for operation in operations:
-        operation.again = operation.again and again
+        operation.again = operation.again and means.again
     together = tuple((number[node], made_by[other.args[0]]) for node, others in
                      tolerated.together.items() for other in others
                      if node in number and other in number)

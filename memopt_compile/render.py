@@ -14,6 +14,7 @@ from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
 from .options import format_bytes
+from .shadow import GradientError
 from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
 from .step_pass import PassRecord
 from .structure import repeats
@@ -73,6 +74,7 @@ class Report:
         folder: where `dump` wrote, None if it was not asked for.
         repeats: equal stretches of the schedule, such as "6 × forward of a layer (43 operators)".
         largest_difference: relative, of the first step from eager; None without `verify`.
+        gradient_error: what compressed activations do to the first step's gradients; as above.
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
         formula: with dynamic shapes, the peak bytes of the schedule in its sizes, a sympy
             expression; `sizes` has what they were. Other bytes are of these sizes.
@@ -96,6 +98,7 @@ class Report:
     folder: str | None = None
     repeats: tuple[str, ...] = ()
     largest_difference: float | None = None
+    gradient_error: GradientError | None = None
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
     formula: Any = None
     sizes: dict[Any, int] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class Report:
             folder=str(record.folder) if record.folder else None,
             repeats=tuple(map(str, repeats(step))) if step and after else (),
             largest_difference=record.largest_difference,
+            gradient_error=record.gradient_error,
             timelines={label: _points(each) for label, each in lines.items() if each},
             formula=peak_formula(step) if sizes else None,
             sizes=sizes,
@@ -180,6 +184,8 @@ class Report:
             rows.append(("plan", str(self.plan)))
         if self.largest_difference is not None:
             rows.append(("verified", f"{self.largest_difference:.1e} from eager, relative"))
+        if self.gradient_error is not None:
+            rows.append(("gradients", str(self.gradient_error)))
         if self.resident_bytes is not None:
             parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
             rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))

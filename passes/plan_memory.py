@@ -9,7 +9,7 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
    to be tried first (`or_smallest`); whether it is enough once the other passes are done is for the
    budget's owner to judge.
 4. A plan that is there and fits stays.
-5. Formats that lose nothing are always allowed, others as `compress` says.
+5. Formats that lose nothing are always allowed, others as the user says.
 
 Memory and numbers: as before.
 """
@@ -24,7 +24,7 @@ import torch
 from memopt_compile import planner
 from memopt_compile.liveness import resident_bytes
 from memopt_compile.memory_plan import Decision, MemoryPlan
-from memopt_compile.rematerialization import Problem, problem
+from memopt_compile.rematerialization import ALL_EXACT, Means, Problem, problem
 from memopt_compile.seconds import roofline
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
@@ -33,14 +33,13 @@ from memopt_compile.structure import groups
 
 @dataclass(frozen=True)
 class PlanMemory(StepPass):
-    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides; whether operators
-    may run `again`, and which lossy formats `compress` allows, are the user's options."""
+    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides; `means` what the
+    user allows."""
 
     name: ClassVar[str] = "plan_memory"
     peak_bytes: int
     device: torch.device
-    again: bool = True
-    compress: str | None = None
+    means: Means = ALL_EXACT
     or_smallest: bool = True
 
     def requires(self, step: StepGraph) -> str | None:
@@ -52,7 +51,7 @@ class PlanMemory(StepPass):
         if step.plan is not None:  # rule 4
             return
         limit = self.peak_bytes - resident_bytes(step)
-        found = problem(step, roofline(self.device), costs, self.compress, self.again)
+        found = problem(step, roofline(self.device), costs, self.means)
         if max(found.live, default=0) > limit:  # rule 1
             together = groups(found)
             chosen = planner.cheapest(found, limit, together)  # rule 2
@@ -73,7 +72,8 @@ def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> Memor
             decisions.append(Decision(
                 value.node.name, describe(value.node), value.nbytes, choice,
                 packed.seconds if packed else operation.seconds, source_line(value.node),
-                packed.form if packed else "", packed.nbytes if packed else 0 if again else value.nbytes))
+                packed.form if packed else "", packed.nbytes if packed else 0 if again else value.nbytes,
+                packed.error if packed else 0.0))
     names = frozenset(problem.operations[o].node.name for o in chosen.again)
     formats = tuple((problem.values[v].node.name, p.form) for v, p in sorted(chosen.packed.items()))
     return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names,

@@ -18,6 +18,7 @@ def test_defaults():
         "memory_budget": None,
         "recompute": True,
         "compress": None,
+        "max_gradient_error": None,
         "offload": False,
         "accumulate": "gradients",
         "zero": 0,

@@ -130,7 +130,7 @@ def test_the_story_under_a_budget(lowering):
     at = free.index("schedule_for_peak") + 1
     assert names == [*free[:at], *added, "schedule_for_peak", *free[at:]]
     without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)
-    assert [p.again for p in without if p.name == "plan_memory"] == [False] * names.count("plan_memory")
+    assert [p.means.again for p in without if p.name == "plan_memory"] == [False] * names.count("plan_memory")
 
 
 def test_a_record_without_changes_says_so():

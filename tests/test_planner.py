@@ -24,7 +24,7 @@ from memopt_compile.passes.recompute import Recompute  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
-from memopt_compile.rematerialization import problem, simulate  # noqa: E402
+from memopt_compile.rematerialization import Means, problem, simulate  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.structure import groups, halves  # noqa: E402
 
@@ -66,7 +66,7 @@ def prepared(name, micro_batches=1):
 def rewritten(step, again, packed=None):
     """A copy of `step` in which these operations run again and these values are packed."""
     twin = step.copy()
-    found = problem(twin, roofline("cpu"), compress="auto")
+    found = problem(twin, roofline("cpu"), means=Means(compress="auto"))
     chosen = planner.Solution(frozenset(again), 0, 0.0, 0.0, packed or {})
     twin.plan = memory_plan(found, 0, chosen)
     Recompute().run(twin)
@@ -82,7 +82,7 @@ def rewritten(step, again, packed=None):
 def test_simulation_is_exact(name, micro_batches, data):
     """For any choice: live bytes at every point, and the same numbers bit by bit if none is lossy."""
     step = prepared(name, micro_batches)
-    found = problem(step, roofline("cpu"), compress="auto")
+    found = problem(step, roofline("cpu"), means=Means(compress="auto"))
     able = [o for o, operation in enumerate(found.operations) if operation.again]
     again = data.draw(st.sets(st.sampled_from(able)))
     packable = [v for v, value in enumerate(found.values) if value.packed
@@ -174,7 +174,7 @@ def test_a_lossy_query_takes_its_attention_along():
     step = training_step(model.double(), torch.optim.SGD, batch=512)
     for each in (Canonicalize(), ScheduleForPeak()):
         each.run(step)
-    found = problem(step, roofline("cpu"), compress="int4")
+    found = problem(step, roofline("cpu"), means=Means(compress="int4"))
     queries, attentions = zip(*found.together)
     for v, value in enumerate(found.values):  # nothing else can be done
         value.packed = value.packed if v in queries else ()

@@ -23,6 +23,7 @@ from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.rematerialization import Means
 from memopt_compile.sensitivity import Use, sensitivity
 from memopt_compile.step_graph import Phase
 
@@ -96,7 +97,7 @@ def planned(step, share, again=False, compress=None):
     peak = timeline(step)
     beyond = peak.peak_bytes - peak.resident_bytes
     twin = step.copy()
-    PlanMemory(peak.resident_bytes + int(share * beyond), CPU, again, compress).run(twin)
+    PlanMemory(peak.resident_bytes + int(share * beyond), CPU, Means(again, compress)).run(twin)
     for each in (Recompute(), Compress()):
         if each.requires(twin) is None:
             each.run(twin)

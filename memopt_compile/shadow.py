@@ -1,0 +1,92 @@
+"""How far compressed activations move the gradients: one step run twice on copies, and compared.
+
+Both runs are of the graph as planned, operator by operator, once as it was before anything was
+compressed and once as it is after. They draw the same random numbers. The gradients of the first stay
+until the second is done, so that this needs the memory of the step without a budget, and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .errors import NumericsError
+from .step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Of all gradients together the `cosine` with the exact ones and the `relative` error, the norm of
+    the difference over the norm; and the largest relative error of one, of `worst`, a node's name."""
+
+    cosine: float
+    relative: float
+    worst: str
+    worst_relative: float
+
+    def __str__(self) -> str:
+        return (f"cosine {self.cosine:.6f}, relative error {self.relative:.2%}, at most "
+                f"{self.worst_relative:.2%} ({self.worst})")
+
+
+def gradient_error(exact: StepGraph, lossy: StepGraph, inputs: Sequence[Any]) -> GradientError:
+    """Compare the gradients of two versions of a step for the same inputs, which stay as they are."""
+    expected, got = (gradients(step, inputs) for step in (exact, lossy))
+    dot, squares, others, difference = 0.0, 0.0, 0.0, 0.0
+    worst = ("", 0.0)
+    for name, a in expected.items():
+        a, b = a.double(), got[name].double()
+        square, apart = float(a.square().sum()), float((a - b).square().sum())
+        dot, squares, others = dot + float((a * b).sum()), squares + square, others + float(b.square().sum())
+        difference += apart
+        worst = max(worst, (name, (apart / square) ** 0.5 if square else 0.0), key=lambda w: w[1])
+    norm = (squares * others) ** 0.5
+    return GradientError(dot / norm if norm else 1.0, (difference / squares) ** 0.5 if squares else 0.0,
+                         *worst)
+
+
+def gradients(step: StepGraph, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Every gradient that the step computes, by its node's name."""
+    found: dict[str, Tensor] = {}
+
+    class Keeping(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n in step.gradients:
+                found[n.name] = value.clone()
+            return value
+
+    with torch.random.fork_rng(), torch.no_grad():
+        Keeping(step.module).run(*(i.clone() if isinstance(i, Tensor) else i for i in inputs))
+    return found
+
+
+def shadowed(run: Callable[[list], Any], exact: StepGraph, lossy: StepGraph, limit: float | None,
+             where: str, report: Callable[[GradientError], None]) -> Callable[[list], Any]:
+    """`run`, a boxed callable, whose first call also compares the gradients.
+
+    Raises, from that call and before anything of the step has run:
+        NumericsError: the relative error is above `limit`.
+    """
+    waiting = True
+
+    def compared_once(inputs: list) -> Any:
+        nonlocal waiting
+        if waiting:
+            waiting = False
+            error = gradient_error(exact, lossy, inputs)
+            report(error)
+            if limit is not None and not error.relative <= limit:
+                raise NumericsError(
+                    f"compressed activations move the gradients of this step by {error}; "
+                    f"max_gradient_error is {limit:.2%}", where=where,
+                    do="nothing of the step has run: use compress='int8' or None, raise "
+                    "max_gradient_error, or raise memory_budget, so that less is compressed")
+        return run(inputs)
+
+    compared_once._boxed_call = True  # type: ignore[attr-defined]
+    return compared_once
