@@ -4,7 +4,7 @@
 
 Flops are PyTorch's own count (`torch.utils.flop_counter`); bytes are those of operands and
 results. Such seconds compare plans with each other and are deterministic, so that equal steps get
-equal plans; they are no forecast of a clock.
+equal plans; they are no forecast of a clock. `timing` has those that were measured.
 """
 
 from __future__ import annotations
@@ -64,18 +64,32 @@ def flops(node: fx.Node) -> int:
     return sum(hinted(v.numel()) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
-def roofline(device: torch.device | str) -> Callable[[fx.Node], float]:
-    """Seconds of a node on `device`; views and items take none."""
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a node; views and items take none. `source` says where they are from."""
+
+    of: Callable[[fx.Node], float]
+    source: str
+
+    def __call__(self, node: fx.Node) -> float:
+        return self.of(node) if computes(node) else 0.0
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether `node` is an operator that makes something, and no view or item."""
+    return isinstance(node.target, OPERATOR) and not aliased_args(node)
+
+
+def roofline(device: torch.device | str) -> Seconds:
+    """Seconds by the figures of `device`."""
     at = rates(device)
 
     def seconds(node: fx.Node) -> float:
-        if not isinstance(node.target, OPERATOR) or aliased_args(node):
-            return 0.0
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
         compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
         return max(compute, moved / at.bytes) + at.launch
 
-    return seconds
+    return Seconds(seconds, f"{at.name} roofline")
 
 
 def _dtype(node: fx.Node) -> Any:
