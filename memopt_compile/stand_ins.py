@@ -30,3 +30,10 @@ def stand_ins(nest: Any, device: torch.device | str | None = None, random: bool 
                                   hinted(value.storage_offset()))
 
     return pytree.tree_map(made, nest)
+
+
+def copies(nest: Any) -> Any:
+    """`nest` with tensors that have storages of their own, laid out alike."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride()), nest)

@@ -20,8 +20,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,16 +33,16 @@ from .options import format_bytes
 from .pieces import label
 from .seconds import Seconds, computes, roofline
 from .seconds_cache import SecondsCache
-from .stand_ins import stand_ins
+from .stand_ins import copies, stand_ins
 from .step_graph import nbytes
 
 log = logging.getLogger("memopt_compile")
 
 NAMESPACES = ("aten", "prims")
-RUNS = 5  # timed runs of a call ..
-RUN_SECONDS = 1e-3  # .. each of so many calls that it takes about this long ..
-CALLS = 100  # .. but of no more than this
-OP_SECONDS = 0.1  # no further run once they took this long
+RUNS = 5  # timed runs of an operator ..
+CALLS = 16  # .. each of so many calls at most
+OP_SECONDS = 0.1  # for all runs of an operator, unless one call alone takes longer
+CACHE = 2**26  # bytes that no cache holds
 TOTAL_SECONDS = 30.0  # for all calls of a plan
 TELL_SECONDS = 5.0  # between two lines of progress
 ROOM = 0.5  # of the free bytes
@@ -122,43 +121,41 @@ def _measure(calls: dict[str, fx.Node], by_rates: Seconds, device: torch.device,
             log.info("no time left to measure %s", node.target)
         elif needed > room:  # rule 3
             log.info("%s needs %s and is not measured", node.target, format_bytes(needed))
-        elif (seconds := _seconds(node, device)) is not None:
+        elif (seconds := _seconds(node, device, room)) is not None:
             found[call] = seconds
     return found
 
 
-def _seconds(node: fx.Node, device: torch.device) -> float | None:
-    """Median seconds of the call that `node` is, on made-up operands; None if it refuses them."""
-    finish = (partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None)
-    devices = [device] if device.type == "cuda" else []
-    args: Any = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"),
-                                     (tuple(node.args), dict(node.kwargs)))
-    with (real_tensors(), torch.random.fork_rng(devices), torch.no_grad(),
+def _seconds(node: fx.Node, device: torch.device, room: int) -> float | None:
+    """Median seconds of the call that `node` is, on made-up operands; None if it refuses them.
+
+    The calls of a run take turns through copies of the operands and keep their results until its
+    end, as a step does: an operand that is still in the cache would flatter what moves bytes.
+    """
+    cuda = device.type == "cuda"
+    needed = sum(nbytes(v) for v in _tensors(node))
+    operands: Any = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"),
+                                         (tuple(node.args), dict(node.kwargs)))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        results = [node.target(*args, **kwargs) for args, kwargs in sets]
+        if cuda:
+            torch.cuda.synchronize(device)
+        taken = time.perf_counter() - start
+        del results
+        return taken / len(sets)
+
+    with (real_tensors(), torch.random.fork_rng([device] if cuda else []), torch.no_grad(),
           torch.autocast(device.type, enabled=False)):
         try:
-            args, kwargs = stand_ins(args, random=True)
-            return _median(partial(node.target, *args, **kwargs), finish)
+            sets = [stand_ins(operands, random=True)]
+            timed()  # libraries set themselves up in their first call
+            once, cold = timed(), min(CACHE, room) // max(needed, 1)
+            count = min(CALLS, cold, int(OP_SECONDS / RUNS / max(once, 1e-9)))
+            sets += [copies(sets[0]) for _ in range(count - 1)]
+            runs = [once] if once > OP_SECONDS else [timed() for _ in range(RUNS)]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # rule 4
             log.debug("%s is not measured: %s", node.target, error)
             return None
-
-
-def _median(run: Callable[[], Any], finish: Callable[[], None]) -> float:
-    """Seconds of one call of `run`, of which `finish` waits for the end."""
-
-    def timed(calls: int) -> float:
-        finish()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        finish()
-        return (time.perf_counter() - start) / calls
-
-    timed(1)  # libraries set themselves up in their first call
-    once = timed(1)
-    calls = max(1, min(CALLS, int(RUN_SECONDS / max(once, 1e-9))))
-    runs, spent = [], once
-    while len(runs) < RUNS and (not runs or spent < OP_SECONDS):
-        runs.append(timed(calls))
-        spent += runs[-1] * calls
     return max(statistics.median(runs), 1e-9)
