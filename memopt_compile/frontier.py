@@ -82,7 +82,6 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
     captured, before = record.captured, record.before
     sizes = {devices.budget_bytes(b, before.peak_bytes, record.device, before.resident_bytes)
              for b in budgets}
-    seconds = cost_model(record.options.costs, captured.computing(), record.device)
     points = []
     for size in sorted(sizes, reverse=True):
         if points and not points[-1].fits:  # what was the smallest for more is it for less
@@ -94,5 +93,6 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
                       costs=costs, workspace=costs)
         points.append(Point(size, timeline(step, costs).peak_bytes,
                             step.plan.seconds if step.plan else 0.0))
+    seconds = cost_model(record.options.costs, record.device)
     return Frontier(record.where, tuple(points), before.resident_bytes,
                     sum(map(seconds, captured.computing())), seconds.source)

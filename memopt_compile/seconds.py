@@ -9,9 +9,8 @@ equal plans; they are no forecast of a clock. `timing` has those that were measu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -64,15 +63,13 @@ def flops(node: fx.Node) -> int:
     return sum(hinted(v.numel()) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(Protocol):
     """Seconds of a node; views and items take none. `source` says where they are from."""
 
-    of: Callable[[fx.Node], float]
-    source: str
+    @property
+    def source(self) -> str: ...
 
-    def __call__(self, node: fx.Node) -> float:
-        return self.of(node) if computes(node) else 0.0
+    def __call__(self, node: fx.Node) -> float: ...
 
 
 def computes(node: fx.Node) -> bool:
@@ -80,16 +77,28 @@ def computes(node: fx.Node) -> bool:
     return isinstance(node.target, OPERATOR) and not aliased_args(node)
 
 
-def roofline(device: torch.device | str) -> Seconds:
-    """Seconds by the figures of `device`."""
-    at = rates(device)
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds by the figures of a device."""
 
-    def seconds(node: fx.Node) -> float:
+    rates: Rates
+
+    @property
+    def source(self) -> str:
+        return f"{self.rates.name} roofline"
+
+    def __call__(self, node: fx.Node) -> float:
+        if not computes(node):
+            return 0.0
+        at = self.rates
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
         compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
         return max(compute, moved / at.bytes) + at.launch
 
-    return Seconds(seconds, f"{at.name} roofline")
+
+def roofline(device: torch.device | str) -> Roofline:
+    """Seconds by the figures of `device`."""
+    return Roofline(rates(device))
 
 
 def _dtype(node: fx.Node) -> Any:

@@ -95,7 +95,8 @@ class SecondsCache:
             part.replace(self.path)
             _unwritten.pop(self.path, None)
         except OSError as error:
-            log.warning("measured seconds are not kept for the next run: %s", error)
+            if self.path not in _unwritten:
+                log.warning("measured seconds are not kept for the next run: %s", error)
             _unwritten[self.path] = known
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)

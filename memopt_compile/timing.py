@@ -1,18 +1,19 @@
 """Seconds of operators by running them: the roofline, refined on the device at hand.
 
-Each distinct call (`pieces.label`: operator, shapes, strides, dtypes, constants, device) is run on
-made-up tensors some times, after a warm-up, and has the median. So equal operators have equal
-seconds, and equal layers too. What was measured is kept on disk (`seconds_cache`) and not run
-again. Operators run one by one: what Inductor fuses takes less than their sum.
+Each distinct call (`pieces.label`: operator, shapes, strides, dtypes, constants, device) that a
+plan asks for is run on made-up tensors some times, after a warm-up, and has the median. So equal
+operators have equal seconds, and equal layers too. What was measured is kept on disk
+(`seconds_cache`) and not run again. Operators run one by one: what Inductor fuses takes less than
+their sum.
 
 By the roofline stays what
 
-1. is not one of PyTorch's own operators: others may do more than compute, and a collective would
-   wait for other ranks;
+1. is neither PyTorch's own operator nor ours: a user's may do more than compute, and a collective
+   would wait for other ranks;
 2. has sizes that are not settled;
 3. needs more than `ROOM` of the memory that is free;
 4. does not take made-up operands;
-5. no time is left for. The longest come first, and the next plan goes on with the others.
+5. no time is left for, in the order of the schedule. The next plan goes on from there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,58 +39,94 @@ from .step_graph import nbytes
 
 log = logging.getLogger("memopt_compile")
 
-NAMESPACES = ("aten", "prims")
+NAMESPACES = ("aten", "prims", "memopt")
 RUNS = 5  # timed runs of an operator ..
 CALLS = 16  # .. each of so many calls at most
 OP_SECONDS = 0.1  # for all runs of an operator, unless one call alone takes longer
 CACHE = 2**26  # bytes that no cache holds
-TOTAL_SECONDS = 30.0  # for all calls of a plan
+TOTAL_SECONDS = 30.0  # for all operators of a plan
 TELL_SECONDS = 5.0  # between two lines of progress
 ROOM = 0.5  # of the free bytes
-UNKNOWN_ROOM = 2**30  # bytes taken to be free where that is not known
+UNKNOWN_ROOM = 2**30  # bytes, where it is not known what is free
 
 
-def cost_model(costs: str, nodes: Iterable[fx.Node], device: torch.device) -> Seconds:
-    """Seconds of `nodes` as `Options.costs` asks for them; the roofline's of a device that is not
+def cost_model(costs: str, device: torch.device) -> Seconds:
+    """Seconds on `device` as `Options.costs` asks for them; the roofline's of a device that is not
     there, or that PyTorch gives no clock for."""
     there = device.type == "cpu" or device.type == "cuda" and torch.cuda.is_available()
-    return measured(nodes, device) if costs == "measured" and there else roofline(device)
+    return Measured(device) if costs == "measured" and there else roofline(device)
 
 
-def measured(nodes: Iterable[fx.Node], device: torch.device,
-             total_seconds: float = TOTAL_SECONDS) -> Seconds:
-    """Seconds of `nodes`, measured on `device` now or before, else by its roofline (rules 1 to 5).
+@dataclass
+class Measured:
+    """Seconds of a node, measured on `device` now or before, else by its roofline (rules 1 to 5).
 
-    Takes about `total_seconds` at most. Other nodes have the roofline's.
+    Spends about `seconds_left` on measuring. A call keeps the seconds that it had first.
     """
-    by_rates, cache = roofline(device), SecondsCache.of(device)
-    calls: dict[str, fx.Node] = {}
-    for node in nodes:
-        if computes(node):
-            calls.setdefault(_text(node, device), node)
-    known = cache.read()
-    new = [call for call, node in calls.items() if call not in known and _may_run(node)]
-    if new:
-        new.sort(key=lambda call: -by_rates(calls[call]))
-        found = _measure({call: calls[call] for call in new}, by_rates, device, total_seconds)
-        known = cache.add(found)
-    timed = sum(call in known for call in calls)
-    rest = "" if timed == len(calls) else f", the rest by the {by_rates.source}"
-    return Seconds(
-        lambda node: known.get(_text(node, device)) or by_rates(node),
-        f"{timed} of {len(calls)} distinct operators measured on {cache.setup['device']}{rest}")
+
+    device: torch.device
+    seconds_left: float = TOTAL_SECONDS
+    timed: dict[str, float] = field(default_factory=dict)  # by call, of those that were asked for
+    others: set[str] = field(default_factory=set)  # that have the roofline's
+
+    def __post_init__(self) -> None:
+        self.by_rates, self.cache = roofline(self.device), SecondsCache.of(self.device)
+        self.known, self.told = self.cache.read(), time.perf_counter()
+
+    def __call__(self, node: fx.Node) -> float:
+        if not computes(node):
+            return 0.0
+        # The same on every device of a kind.
+        call = label(node).replace(str(self.device), self.device.type)
+        if call not in self.timed and call not in self.others:
+            seconds = self.known.get(call) or self._measure(call, node)
+            if seconds is None:
+                self.others.add(call)
+            else:
+                self.timed[call] = seconds
+        return self.timed.get(call) or self.by_rates(node)
+
+    @property
+    def source(self) -> str:
+        count = len(self.timed) + len(self.others)
+        rest = f", the rest by the {self.by_rates.source}" if self.others else ""
+        return (f"{len(self.timed)} of {count} distinct operators measured on "
+                f"{self.cache.setup['device']}{rest}")
+
+    def _measure(self, call: str, node: fx.Node) -> float | None:
+        """Seconds of the call that `node` is, also written down; None for rules 1 to 5."""
+        reason = self._reason(node)
+        start = time.perf_counter()
+        if start - self.told > TELL_SECONDS:
+            log.info("measuring operators: %d done, %.0f s left at most", len(self.timed),
+                     self.seconds_left)
+            self.told = start
+        found = None if reason else _seconds(node, self.device)
+        self.seconds_left -= time.perf_counter() - start
+        if found is None:
+            log.debug("%s is not measured: %s", node.target, reason or "it refuses made-up operands")
+            return None
+        return self.cache.add({call: found})[call]
+
+    def _reason(self, node: fx.Node) -> str | None:
+        """Why `node` is not to be run, if so (rules 1, 2, 3 and 5)."""
+        if node.target.namespace not in NAMESPACES:
+            return "it may do more than compute"
+        sizes = [n for value in _tensors(node) for n in value.shape]
+        if not all(isinstance(n, int) or str(n).isdecimal() for n in sizes):
+            return "its sizes are not settled"
+        if (needed := _bytes(node)) > _room(self.device):
+            return f"it needs {format_bytes(needed)}"
+        if 2 * self.by_rates(node) >= self.seconds_left:
+            return "no time is left"
+        return None
 
 
-def _text(node: fx.Node, device: torch.device) -> str:
-    """The call as text, the same on every device of a kind."""
-    return label(node).replace(str(device), device.type)
-
-
-def _may_run(node: fx.Node) -> bool:
-    """Rules 1 and 2."""
-    sizes = (n for value in _tensors(node) for n in value.shape)
-    return (node.target.namespace in NAMESPACES
-            and all(isinstance(n, int) or str(n).isdecimal() for n in sizes))
+def _room(device: torch.device) -> int:
+    try:
+        return int(ROOM * free_bytes(device))
+    except OptionError:
+        return UNKNOWN_ROOM
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
@@ -97,43 +134,17 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
 
 
-def _measure(calls: dict[str, fx.Node], by_rates: Seconds, device: torch.device,
-             total_seconds: float) -> dict[str, float]:
-    """Seconds of those `calls` that can be run before `total_seconds` are over (rules 3 to 5)."""
-    try:
-        room = int(ROOM * free_bytes(device))
-    except OptionError:
-        room = UNKNOWN_ROOM
-    log.info("measuring %d operators, for %.0f s at most", len(calls), total_seconds)
-    found: dict[str, float] = {}
-    start = told = time.perf_counter()
-    for number, (call, node) in enumerate(calls.items()):
-        now = time.perf_counter()
-        if now - told > TELL_SECONDS:
-            log.info("measured %d of %d operators", number, len(calls))
-            told = now
-        left = total_seconds - (now - start)
-        if left <= 0:  # rule 5
-            log.info("no time left to measure %d operators", len(calls) - number)
-            break
-        needed = sum(nbytes(v) for v in _tensors(node))
-        if 2 * by_rates(node) > left:
-            log.info("no time left to measure %s", node.target)
-        elif needed > room:  # rule 3
-            log.info("%s needs %s and is not measured", node.target, format_bytes(needed))
-        elif (seconds := _seconds(node, device, room)) is not None:
-            found[call] = seconds
-    return found
+def _bytes(node: fx.Node) -> int:
+    return sum(nbytes(v) for v in _tensors(node))
 
 
-def _seconds(node: fx.Node, device: torch.device, room: int) -> float | None:
+def _seconds(node: fx.Node, device: torch.device) -> float | None:
     """Median seconds of the call that `node` is, on made-up operands; None if it refuses them.
 
     The calls of a run take turns through copies of the operands and keep their results until its
     end, as a step does: an operand that is still in the cache would flatter what moves bytes.
     """
     cuda = device.type == "cuda"
-    needed = sum(nbytes(v) for v in _tensors(node))
     operands: Any = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"),
                                          (tuple(node.args), dict(node.kwargs)))
 
@@ -151,11 +162,11 @@ def _seconds(node: fx.Node, device: torch.device, room: int) -> float | None:
         try:
             sets = [stand_ins(operands, random=True)]
             timed()  # libraries set themselves up in their first call
-            once, cold = timed(), min(CACHE, room) // max(needed, 1)
+            once, cold = timed(), min(CACHE, _room(device)) // max(_bytes(node), 1)
             count = min(CALLS, cold, int(OP_SECONDS / RUNS / max(once, 1e-9)))
             sets += [copies(sets[0]) for _ in range(count - 1)]
             runs = [once] if once > OP_SECONDS else [timed() for _ in range(RUNS)]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # rule 4
-            log.debug("%s is not measured: %s", node.target, error)
+            log.debug("%s: %s", node.target, error)
             return None
     return max(statistics.median(runs), 1e-9)

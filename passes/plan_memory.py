@@ -56,8 +56,7 @@ class PlanMemory(StepPass):
         limit = self.peak_bytes - resident_bytes(step)
         if timeline(step, costs or no_workspace).transient_peak_bytes <= limit:  # rule 1
             return
-        forward = [n for n in step.computing() if step.phase(n) is Phase.FORWARD]
-        seconds = cost_model(self.costs, forward, self.device)
+        seconds = cost_model(self.costs, self.device)
         found = problem(step, seconds, costs, self.compress, self.again)
         together = groups(found)
         chosen = planner.cheapest(found, limit, together)  # rule 2

@@ -16,6 +16,7 @@ from graphs import by_hand, mlp, training_step  # noqa: E402
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile import timing  # noqa: E402
 from memopt_compile.pieces import label  # noqa: E402
+from memopt_compile.rematerialization import problem  # noqa: E402
 from memopt_compile.seconds import computes, roofline  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -35,6 +36,14 @@ def layers():
     return nodes_of(training_step(mlp(layers=4)))
 
 
+def measured(nodes, device=CPU, **settings):
+    """The seconds of `nodes`, asked for once each."""
+    seconds = timing.Measured(device, **settings)
+    for node in nodes:
+        seconds(node)
+    return seconds
+
+
 def runs():
     """Counts the operators that are run."""
     return mock.patch.object(timing, "_seconds", side_effect=timing._seconds)
@@ -44,7 +53,7 @@ def test_equal_operators_are_run_once_and_have_equal_seconds(layers):
     distinct = {label(n) for n in layers}
     assert len(distinct) < len(layers)
     with runs() as count:
-        seconds = timing.measured(layers, CPU)
+        seconds = measured(layers)
     assert count.call_count == len(distinct)
     by_label = {}
     for node in layers:
@@ -54,59 +63,64 @@ def test_equal_operators_are_run_once_and_have_equal_seconds(layers):
 
 
 def test_what_is_on_disk_is_not_run_again(layers):
-    first = timing.measured(layers, CPU)
+    first = measured(layers)
     with runs() as count:
-        again = timing.measured(layers, CPU)
+        again = measured(layers)
     assert not count.called and first.source == again.source
     assert [first(n) for n in layers] == [again(n) for n in layers]
 
 
-def test_views_take_nothing_and_other_nodes_are_the_rooflines(layers):
-    seconds = timing.measured(layers[:3], CPU)
-    known = {label(n) for n in layers[:3]}
-    other = next(n for n in layers if label(n) not in known)
-    assert seconds(other) == roofline(CPU)(other) != seconds(layers[0])
+def test_views_take_nothing(layers):
+    seconds = measured([])
     view = next(n for n in layers[0].graph.nodes if n.target is torch.ops.aten.t.default)
-    assert seconds(view) == 0.0
+    assert seconds(view) == 0.0 and "0 of 0" in seconds.source
 
 
 def test_more_work_takes_longer():
     step = by_hand(lambda x, y: (x @ x, y @ y), ("x", torch.rand(16, 16)), ("x", torch.rand(512, 512)))
     small, large = nodes_of(step)
-    seconds = timing.measured([small, large], CPU)
+    seconds = measured([small, large])
     assert seconds(large) > 5 * seconds(small)
 
 
-def test_no_time_left_keeps_the_roofline_and_the_longest_come_first(layers):
-    none = timing.measured(layers, CPU, total_seconds=0.0)
+def test_no_time_left_keeps_the_roofline(layers):
+    none = measured(layers, seconds_left=0.0)
     assert [none(n) for n in layers] == [roofline(CPU)(n) for n in layers]
     assert none.source.startswith("0 of ") and none.source.endswith("by the CPU roofline")
-    order = []
 
-    def slow(node, device, room):
-        order.append(node)
+
+def test_time_runs_out_for_good_and_the_next_plan_goes_on(layers):
+    def slow(node, device):
         time.sleep(0.03)
         return 1.0
 
-    with mock.patch.object(timing, "_seconds", slow):
-        some = timing.measured(layers, CPU, total_seconds=0.05)
-    assert len(order) == 2 and order[0] is max(layers, key=roofline(CPU))
-    assert sum(some(n) == 1.0 for n in layers) >= 2
-    with runs() as count:  # the next plan goes on with the others
-        timing.measured(layers, CPU)
+    with mock.patch.object(timing, "_seconds", side_effect=slow) as count:
+        some = measured(layers, seconds_left=0.05)
+        values = [some(n) for n in layers]
+    assert count.call_count == 2 and values == [some(n) for n in layers]
+    for node, value in zip(layers, values):
+        assert value == (1.0 if label(node) in {label(n) for n in layers[:2]} else roofline(CPU)(node))
+    with runs() as count:
+        measured(layers)
     assert count.call_count == len({label(n) for n in layers}) - 2
+
+
+def test_what_packs_activations_is_measured_too():
+    seconds = timing.Measured(CPU)
+    problem(training_step(mlp(layers=2), batch=64), seconds, compress="int8")
+    assert any("memopt.compress" in call for call in seconds.timed) and not seconds.others
 
 
 def test_what_does_not_fit_is_not_run(layers):
     with mock.patch.object(timing, "free_bytes", return_value=0), runs() as count:
-        seconds = timing.measured(layers, CPU)
+        seconds = measured(layers)
     assert not count.called and seconds(layers[0]) == roofline(CPU)(layers[0])
 
 
 def test_unknown_free_memory_is_taken_to_be_a_little(layers):
     unknown = memopt.OptionError("the free memory is not known")
     with mock.patch.object(timing, "free_bytes", side_effect=unknown):
-        assert "measured" in timing.measured(layers, CPU).source
+        assert "roofline" not in measured(layers).source
 
 
 def test_refused_stand_ins_keep_the_roofline():
@@ -114,7 +128,7 @@ def test_refused_stand_ins_keep_the_roofline():
         return torch.ops.aten.cholesky(x), torch.tanh(x)
 
     factor, tanh = nodes_of(by_hand(positive_definite_only, ("x", torch.eye(8))))
-    seconds = timing.measured([factor, tanh], CPU)
+    seconds = measured([factor, tanh])
     assert seconds(factor) == roofline(CPU)(factor) and seconds(tanh) != roofline(CPU)(tanh)
     assert seconds.source.startswith("1 of 2")
 
@@ -133,7 +147,7 @@ def test_a_users_operator_is_never_run():
     step = by_hand(lambda x: (torch.ops.memopt_test.counted(x),), ("x", torch.rand(4)))
     counted_runs.clear()
     (node,) = nodes_of(step)
-    assert timing.measured([node], CPU)(node) == roofline(CPU)(node)
+    assert measured([node])(node) == roofline(CPU)(node)
     assert not counted_runs
 
 
@@ -142,26 +156,24 @@ def test_random_numbers_stay_where_they_were(layers):
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    timing.measured(nodes_of(step), CPU)
+    measured(nodes_of(step))
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_device_that_is_not_there_has_the_roofline(layers):
     with mock.patch.object(torch.cuda, "is_available", return_value=False), runs() as count:
-        seconds = timing.cost_model("measured", layers, torch.device("cuda", 0))
+        seconds = timing.cost_model("measured", torch.device("cuda", 0))
+        assert seconds(layers[0]) == roofline("cuda")(layers[0])
     assert not count.called and seconds.source == "A100 roofline"
 
 
 def test_sizes_that_are_not_settled_are_not_run():
-    node = mock.Mock()
+    node = mock.Mock(all_input_nodes=[])
     node.target.namespace = "aten"
-    node.all_input_nodes = []
     size = mock.Mock(spec=torch.SymInt, __str__=lambda self: "s77")
     value = mock.Mock(spec=torch.Tensor, shape=(size, 4))
     node.meta = {"val": value}
-    assert not timing._may_run(node)
-    value.shape = (4, 4)
-    assert timing._may_run(node)
+    assert timing.Measured(CPU)._reason(node) == "its sizes are not settled"
 
 
 def stack():
@@ -221,5 +233,5 @@ def test_on_cuda_more_work_takes_longer():
     step = by_hand(lambda x, y: (x @ x, y @ y), ("x", torch.rand(64, 64, device=device)),
                    ("x", torch.rand(8192, 8192, device=device)))
     small, large = nodes_of(step)
-    seconds = timing.measured([small, large], device)
+    seconds = measured([small, large], device)
     assert seconds(large) > 5 * seconds(small) > 0
