@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, no_workspace
 from .measure import measure
+from .stand_ins import stand_ins
 from .step_graph import COLLECTIVES, OPERATOR, StepGraph
 
 # What Inductor leaves to PyTorch's own kernels, by the start of the operator's name: only these
@@ -98,7 +99,7 @@ def _description(value: Any) -> Any:
 def _measure(target: Any, args: Any, kwargs: Any) -> int:
     """Peak of one run on made-up operands, less the bytes of its results."""
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
+        args, kwargs = stand_ins((args, kwargs), "cpu")
         run = partial(target, *args, **kwargs)
         try:
             run()  # libraries keep what they set up in their first call
@@ -106,13 +107,3 @@ def _measure(target: Any, args: Any, kwargs: Any) -> int:
         except Exception:  # made-up operands may be refused: then nothing is known of it
             return 0
     return max(0, seen.transient_peak_bytes - seen.end_bytes)
-
-
-def _stand_in(value: Any) -> Any:
-    """A tensor like the fake one. Zeros are valid indices and valid numbers alike."""
-    if not isinstance(value, Tensor):
-        return hinted(value)
-    elements = hinted(value.untyped_storage().nbytes()) // value.element_size()
-    return torch.zeros(max(1, elements), dtype=value.dtype).as_strided(
-        tuple(map(hinted, value.shape)), tuple(map(hinted, value.stride())),
-        hinted(value.storage_offset()))

@@ -1,9 +1,11 @@
-"""What the device has: free bytes, a budget in bytes from what the user wrote, the heap."""
+"""What the device has: its name, free bytes, a budget in bytes from what the user wrote, the heap."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -33,6 +35,19 @@ def free_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     raise OptionError(f"the free memory of {device} is not known", where="memory_budget='auto'",
                       do="give the budget in bytes, such as '6GiB'")
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The maker's name of the device, as far as the system tells it."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() if device.type == "cpu" else device.type
 
 
 def budget_bytes(budget: int | float | str, unoptimized_peak_bytes: int,

@@ -13,8 +13,8 @@ from . import devices, pipelines
 from .costs import workspace
 from .liveness import timeline
 from .options import format_bytes
-from .seconds import roofline
 from .timeline import frame, limit_line, scale, write_picture
+from .timing import cost_model
 
 if TYPE_CHECKING:
     from .records import Compilation
@@ -39,13 +39,15 @@ class Frontier:
     """The plans of one step for several budgets, largest first.
 
     `resident_bytes` are the step's inputs, below which nothing goes; `step_seconds` is the time of
-    all its operators by the cost model. Peaks are of the schedule, before it is lowered.
+    all its operators by the cost model, and `costs` says where seconds are from. Peaks are of the
+    schedule, before it is lowered.
     """
 
     where: str
     points: tuple[Point, ...]
     resident_bytes: int
     step_seconds: float
+    costs: str = "roofline"
 
     def __str__(self) -> str:
         rows = [[format_bytes(p.budget_bytes), format_bytes(p.peak_bytes), f"{1e3 * p.seconds:.3f}",
@@ -53,7 +55,8 @@ class Frontier:
                 for p in self.points]
         head = ["budget", "planned peak", "added ms", "of the step", "fits"]
         table = tabulate(rows, head, tablefmt="simple", disable_numparse=True)
-        return (f"memopt: {self.where}, {format_bytes(self.resident_bytes)} resident\n\n"
+        return (f"memopt: {self.where}, {format_bytes(self.resident_bytes)} resident\n"
+                f"  {1e3 * self.step_seconds:.3f} ms by the cost model ({self.costs})\n\n"
                 + "\n".join(f"  {line}".rstrip() for line in table.splitlines()) + "\n")
 
     def draw(self, path: str | Path) -> None:
@@ -79,7 +82,6 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
     captured, before = record.captured, record.before
     sizes = {devices.budget_bytes(b, before.peak_bytes, record.device, before.resident_bytes)
              for b in budgets}
-    seconds = roofline(record.device)
     points = []
     for size in sorted(sizes, reverse=True):
         if points and not points[-1].fits:  # what was the smallest for more is it for less
@@ -91,5 +93,6 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
                       costs=costs, workspace=costs)
         points.append(Point(size, timeline(step, costs).peak_bytes,
                             step.plan.seconds if step.plan else 0.0))
+    seconds = cost_model(record.options.costs, record.device)
     return Frontier(record.where, tuple(points), before.resident_bytes,
-                    sum(seconds(n) for n in captured.computing()))
+                    sum(map(seconds, captured.computing())), seconds.source)

@@ -43,7 +43,7 @@ class MemoryPlan:
     the one that the plan has by simulation, `seconds` what it adds to a step by the cost model, `gap` the
     share of these that a better plan could save at most, as the solver proved of its program;
     `again` names the operators that run again, those for the sake of others included; `packed` are
-    the names of what is packed, with the formats.
+    the names of what is packed, with the formats; `costs` says where the seconds are from.
     """
 
     HEAD: ClassVar = ("activation", "value", "bytes", "choice", "kept", "µs", "made by")
@@ -55,6 +55,7 @@ class MemoryPlan:
     decisions: tuple[Decision, ...] = field(repr=False)
     again: frozenset[str] = field(repr=False)
     packed: tuple[tuple[str, str], ...] = field(repr=False, default=())
+    costs: str = "roofline"
 
     @property
     def largest_error(self) -> float:
@@ -86,4 +87,5 @@ class MemoryPlan:
             text += (f"{len(packed)} ({format_bytes(sum(d.bytes for d in packed))}) kept in "
                      f"{format_bytes(sum(d.kept_bytes for d in packed))}"
                      + (f" (errors up to {self.largest_error:.1%}), " if self.largest_error else ", "))
-        return text + f"{1e3 * self.seconds:.3f} ms by the cost model, gap {self.gap:.1%}"
+        return (text + f"{1e3 * self.seconds:.3f} ms by the cost model ({self.costs}), "
+                       f"gap {self.gap:.1%}")

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "accumulate": ("gradients", "optimizer_states"),
     "zero": (0, 1, 2, 3),
     "adapt": (False, True),
+    "costs": ("roofline", "measured"),
     "lowering": ("inductor", "eager"),
     "verify": (False, True),
 }
@@ -59,6 +60,8 @@ class Options:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
         zero: ZeRO stage, 0 to 3.
         adapt: plan again during training as compressibility changes.
+        costs: seconds by which plans are compared: by the "roofline" of the device, or "measured" by
+            running the step's operators on made-up tensors, kept on disk.
         lowering: "inductor", or "eager", an interpreter that frees each value at its last use.
         verify: run one shadow step against eager and report the largest difference.
         dump: a folder to write every graph, the plan and the report to, or None.
@@ -75,6 +78,7 @@ class Options:
     accumulate: str = "gradients"
     zero: int = 0
     adapt: bool = False
+    costs: str = "roofline"
     lowering: str = "inductor"
     verify: bool = False
     dump: str | os.PathLike[str] | None = None

@@ -42,6 +42,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     eager = lowering == "eager"
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error)
+    plan = partial(PlanMemory, limit_bytes, device, means, costs=options.costs)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -69,9 +70,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # And still? Decide which activations to keep, and compress the others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
         # (The eager lowering, an oracle, adds up in another order only if nothing else fits.)
-        (held and eager, partial(PlanMemory, limit_bytes, device, means, or_smallest=False)),
+        (held and eager, partial(plan, or_smallest=False)),
         (held and eager, partial(ChunkLogits, limit_bytes)),
-        (held, partial(PlanMemory, limit_bytes, device, means)),
+        (held, plan),
         (held, Recompute),
         (held, Compress),
         (held, ScheduleForPeak),

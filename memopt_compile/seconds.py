@@ -4,14 +4,13 @@
 
 Flops are PyTorch's own count (`torch.utils.flop_counter`); bytes are those of operands and
 results. Such seconds compare plans with each other and are deterministic, so that equal steps get
-equal plans; they are no forecast of a clock.
+equal plans; they are no forecast of a clock. `timing` has those that were measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -64,18 +63,42 @@ def flops(node: fx.Node) -> int:
     return sum(hinted(v.numel()) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
-def roofline(device: torch.device | str) -> Callable[[fx.Node], float]:
-    """Seconds of a node on `device`; views and items take none."""
-    at = rates(device)
+class Seconds(Protocol):
+    """Seconds of a node; views and items take none. `source` says where they are from."""
 
-    def seconds(node: fx.Node) -> float:
-        if not isinstance(node.target, OPERATOR) or aliased_args(node):
+    @property
+    def source(self) -> str: ...
+
+    def __call__(self, node: fx.Node) -> float: ...
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether `node` is an operator that makes something, and no view or item."""
+    return isinstance(node.target, OPERATOR) and not aliased_args(node)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds by the figures of a device."""
+
+    rates: Rates
+
+    @property
+    def source(self) -> str:
+        return f"{self.rates.name} roofline"
+
+    def __call__(self, node: fx.Node) -> float:
+        if not computes(node):
             return 0.0
+        at = self.rates
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
         compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
         return max(compute, moved / at.bytes) + at.launch
 
-    return seconds
+
+def roofline(device: torch.device | str) -> Roofline:
+    """Seconds by the figures of `device`."""
+    return Roofline(rates(device))
 
 
 def _dtype(node: fx.Node) -> Any:

@@ -22,25 +22,26 @@ from typing import Any, ClassVar
 import torch
 
 from memopt_compile import planner
-from memopt_compile.liveness import resident_bytes
+from memopt_compile.liveness import no_workspace, resident_bytes, timeline
 from memopt_compile.memory_plan import Decision, MemoryPlan
 from memopt_compile.rematerialization import ALL_EXACT, Means, Problem, problem
-from memopt_compile.seconds import roofline
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
 from memopt_compile.structure import groups
+from memopt_compile.timing import cost_model
 
 
 @dataclass(frozen=True)
 class PlanMemory(StepPass):
-    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides; `means` what the
-    user allows."""
+    """`peak_bytes` is the budget, of the whole step; `device` whose speed decides, by its "roofline"
+    or "measured" (`costs`); `means` what the user allows."""
 
     name: ClassVar[str] = "plan_memory"
     peak_bytes: int
     device: torch.device
     means: Means = ALL_EXACT
     or_smallest: bool = True
+    costs: str = "roofline"
 
     def requires(self, step: StepGraph) -> str | None:
         if any(phase is Phase.BACKWARD for phase in step.phases.values()):
@@ -51,22 +52,26 @@ class PlanMemory(StepPass):
         if step.plan is not None:  # rule 4
             return
         limit = self.peak_bytes - resident_bytes(step)
-        found = problem(step, roofline(self.device), costs, self.means)
-        if max(found.live, default=0) > limit:  # rule 1
-            together = groups(found)
-            chosen = planner.cheapest(found, limit, together)  # rule 2
-            if chosen is None and self.or_smallest:  # rule 3
-                chosen = planner.smallest(found, together)
-            if chosen is not None:
-                step.plan = memory_plan(found, limit, chosen)
+        if timeline(step, costs or no_workspace).transient_peak_bytes <= limit:  # rule 1
+            return
+        seconds = cost_model(self.costs, self.device)
+        found = problem(step, seconds, costs, self.means)
+        together = groups(found)
+        chosen = planner.cheapest(found, limit, together)  # rule 2
+        if chosen is None and self.or_smallest:  # rule 3
+            chosen = planner.smallest(found, together)
+        if chosen is not None:
+            step.plan = memory_plan(found, limit, chosen, seconds.source)
 
 
-def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> MemoryPlan:
+def memory_plan(problem: Problem, limit: int, chosen: planner.Solution,
+                costs: str = "roofline") -> MemoryPlan:
     """`chosen` in words: a decision for every activation that backward reads."""
     decisions = []
     for v, value in enumerate(problem.values):
-        if value.needed and value.first > value.last + 1:
-            operation, packed = problem.operations[value.operation], chosen.packed.get(v)
+        packed = chosen.packed.get(v)
+        if packed or value.needed and value.first > value.last + 1:
+            operation = problem.operations[value.operation]
             again = value.operation in chosen.again
             choice = "compress" if packed else "recompute" if again else "keep"
             decisions.append(Decision(
@@ -77,4 +82,4 @@ def memory_plan(problem: Problem, limit: int, chosen: planner.Solution) -> Memor
     names = frozenset(problem.operations[o].node.name for o in chosen.again)
     formats = tuple((problem.values[v].node.name, p.form) for v, p in sorted(chosen.packed.items()))
     return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names,
-                      formats)
+                      formats, costs)
