@@ -254,14 +254,20 @@ def _hold_to_budget(record: Compilation) -> None:
         return
     needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
     plan = record.step.plan
-    means = ("the smallest peak found, by computing activations again," if plan else
-             "the peak (recompute=False)" if not record.options.recompute else "the peak")
+    means = "the smallest peak found" if plan else "the peak"
+    if plan and plan.again:
+        means += ", by computing activations again,"
+    if not record.options.recompute:
+        means += " (recompute=False)"
     state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
     less = [f"raise memory_budget to {format_bytes(needed)}"]
     if needed - (needed - resident) // 2 <= limit:
         less.append("halve the batch, or split it with memopt.micro_batches: what the step holds "
                     f"beyond its inputs is {format_bytes(needed - resident)}, most of it in "
                     "proportion to the batch")
+    if record.options.compress is None:
+        less.append("allow compress='int4' (or 'int8'): activations in fewer bits, whose gradients differ "
+                    "a little")
     if state * 3 // 4 > 0:
         less.append("memopt.optim with state_bits=8 keeps about a quarter of "
                     f"{format_bytes(state)} of optimizer state")
