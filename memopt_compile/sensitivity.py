@@ -2,9 +2,9 @@
 
 Taken from the operators that read it, never from the names of modules:
 
-1. *Exact*: a difference would be amplified, or would change a decision. Denominators, what is
-   exponentiated (and the logarithms of probabilities), what is compared, integers, and every operator
-   that is not known here.
+1. *Exact*: a difference would be amplified, would change a decision, or would be seen elsewhere than
+   in gradients. Denominators, what is exponentiated (and the logarithms of probabilities), what is
+   compared, integers, what a metric behind `backward()` reads, and every operator that is not known here.
 2. *Follows*: statistics of other activations (mean and deviation of a normalization, the
    normalizer of an attention). They are small, and have to fit the activation that they are of: they are
    kept exactly, or computed again from what it came back as.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from .compression import is_dense
-from .step_graph import OPERATOR, Phase, StepGraph, aliased_args, storage_roots
+from .step_graph import OPERATOR, Phase, StepGraph, aliased_args, mutated_args, storage_roots
 
 
 class Use(enum.IntEnum):
@@ -146,10 +146,13 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
     roots = storage_roots(step.graph)
     signs: dict[fx.Node, bool] = {}
     attended: set[fx.Node] = set()
+    inside = only_for_gradients(step)
     for reader in step.computing():
-        if step.phase(reader) is not Phase.BACKWARD or aliased_args(reader):
+        writes = mutated_args(reader)
+        if step.phase(reader) is not Phase.BACKWARD or aliased_args(reader) and not writes:
             continue
         for operand, argument, use in uses(reader):
+            use = use if reader in inside else E
             for root in roots[operand]:
                 found.use[root] = max(found.use.get(root, T), use)
                 signs[root] = signs.get(root, True) and _asks_for_sign(reader, argument)
@@ -163,6 +166,16 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
                 and step.phase(node) is Phase.FORWARD):
             found.formats[node] = tuple(
                 _formats(node, use, signs[node], node in attended, LOSSY[compress]))
+    return found
+
+
+def only_for_gradients(step: StepGraph) -> set[fx.Node]:
+    """The nodes of backward from which nothing leads anywhere but through a parameter's gradient."""
+    found = set(step.gradients)
+    for node in reversed(list(step.computing())):
+        if (step.phase(node) is Phase.BACKWARD and not mutated_args(node)
+                and all(user in found for user in node.users)):
+            found.add(node)
     return found
 
 

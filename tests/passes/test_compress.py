@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -209,6 +210,25 @@ def test_formats_follow_from_the_graph():
     assert found.formats[named["_softmax"]] == ("int8", "int4 offset")
     assert found.formats[named["gt"]] == ("1-bit mask",)
     assert sensitivity(step, None).formats[named["_softmax"]] == ()
+
+
+def test_what_a_metric_reads_behind_backward_stays_exact():
+    def layer(p, q, x, metric):
+        hidden = torch.mm(x, p)
+        loss = torch.mm(hidden, q).sum()
+        upstream = torch.ops.aten.expand(seed(loss), (256, 64))
+        of_q = gradient(torch.mm(hidden.t(), upstream))
+        seen = (torch.mm(hidden.t(), upstream * 2),) if metric else ()
+        of_p = gradient(torch.mm(x.t(), torch.mm(upstream, q.t())))
+        return loss, of_q, of_p, *seen
+
+    for metric, expected in ((True, ()), (False, ("int8", "int4 outliers"))):
+        step = by_hand(functools.partial(layer, metric=metric),
+                       *((role, torch.rand(shape, dtype=torch.float64)) for role, shape in (
+                           ("p", (64, 64)), ("p", (64, 64)), ("x", (256, 64)))))
+        Canonicalize().run(step)
+        hidden = next(n for n in step.computing() if n.target is torch.ops.aten.mm.default)
+        assert sensitivity(step, "auto").formats[hidden] == expected
 
 
 def test_pass_is_a_frozen_value():
