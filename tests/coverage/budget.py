@@ -1,8 +1,10 @@
 """Budgets kept: models trained under ten budgets each, measured beside predicted, as a table.
 
     python tests/coverage/budget.py [--only NAME ...] [--lowering eager]
-    python tests/coverage/budget.py --least       the smallest peak of a Llama-like stack
-    python tests/coverage/budget.py --checkpoint  against a checkpoint around every layer
+    python tests/coverage/budget.py --least [--compress int4]
+                                                  the smallest peak of a Llama-like stack
+    python tests/coverage/budget.py --checkpoint [--compress int4]
+                                                  against a checkpoint around every layer
 
 A budget is the step's resident bytes and a share of what it holds beyond them with no budget.
 Every run starts from the same parameters, batch and random numbers.
@@ -116,10 +118,11 @@ def make_step(name: str) -> tuple[Callable, tuple, torch.nn.Module]:
     return step, batch, model
 
 
-def train(name: str, budget: int | None, lowering: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def train(name: str, budget: int | None, lowering: str,
+          compress: str | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """The report of `STEPS` steps, and the parameters after them."""
     step, batch, model = make_step(name)
-    compiled = memopt.compile(step, lowering=lowering, memory_budget=budget)
+    compiled = memopt.compile(step, lowering=lowering, memory_budget=budget, compress=compress)
     for _ in range(STEPS):
         compiled(*batch)
     return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
@@ -152,20 +155,21 @@ def rows(name: str, lowering: str) -> list[list[str]]:
     return found
 
 
-def least(lowering: str) -> None:
-    """The smallest peak by recomputation alone, run and measured."""
+def least(lowering: str, compress: str | None) -> None:
+    """The smallest peak by recomputation, and lossy formats if asked for, run and measured."""
     MODELS["plain"] = partial(llama, dropout=0.0), 1
     free, expected = train("plain", None, lowering)
     step, batch, _ = make_step("plain")
-    planned = memopt.explain(step, *batch, lowering=lowering, memory_budget=[1]).points[0]
-    report, got = train("plain", planned.peak_bytes, lowering)
+    planned = memopt.explain(step, *batch, lowering=lowering, compress=compress,
+                             memory_budget=[1]).points[0]
+    report, got = train("plain", planned.peak_bytes, lowering, compress)
     beyond = [r.measured_peak_bytes - r.resident_bytes for r in (free, report)]
-    print(f"12 Llama layers, {lowering} lowering: {mib(beyond[0])} MiB beyond the inputs without a "
+    print(f"12 Llama layers, {lowering} lowering, compress={compress}: {mib(beyond[0])} MiB beyond the inputs without a "
           f"budget, {mib(beyond[1])} MiB with the smallest: {beyond[1] / beyond[0]:.3f}; "
           f"parameters differ by {difference(expected, got):.0e}")
 
 
-def checkpoint(lowering: str) -> None:
+def checkpoint(lowering: str, compress: str | None) -> None:
     """A checkpoint around every layer, and a budget of the peak that it has, both planned."""
     table = []
     for name, make in (("Llama, 12 layers", llama), ("BERT", bert), ("ViT", vit)):
@@ -175,7 +179,8 @@ def checkpoint(lowering: str) -> None:
         marked = explaining.planned(step, batch, {"lowering": lowering})
         peak = marked.predicted_peak_bytes
         step, batch, _ = make_step("plain")
-        ours = explaining.planned(step, batch, {"lowering": lowering, "memory_budget": peak})
+        ours = explaining.planned(step, batch, {"lowering": lowering, "memory_budget": peak,
+                                                "compress": compress})
         spent = [1e3 * sum(map(roofline("cpu"), r.step.computing())) for r in (marked, ours)]
         table.append([name, mib(peak), mib(ours.predicted_peak_bytes), f"{spent[0]:.1f}",
                       f"{spent[1]:.1f}", f"{spent[0] / spent[1]:.3f}"])
@@ -205,12 +210,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--least", action="store_true")
+    parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.least or options.checkpoint:
-        (least if options.least else checkpoint)(options.lowering)
+        (least if options.least else checkpoint)(options.lowering, options.compress)
         return
     if options.one:
         for row in rows(options.one, options.lowering):
