@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import memopt_compile as memopt
 from memopt_compile.frontier import Frontier
+from memopt_compile.quantization.activations import FORMATS
 from memopt_compile.records import compilations
 
 # By a name of its own: the coverage tests have a module `models` too.
@@ -194,43 +195,19 @@ def test_any_budget_is_kept_or_refused(share):
     assert report.predicted_peak_bytes <= report.budget_bytes
 
 
-def verified(**options):
-    torch._dynamo.reset()
-    step, args, model = make(dropout=0.0)
-    budget = between(trained(None, dropout=0.0)[2], 0.5)
-    torch._dynamo.reset()
-    before = [p.detach().clone() for p in model.parameters()]
-    fast = memopt.compile(step, lowering="eager", memory_budget=budget, verify=True, **options)
-    return fast, args, before, model
-
-
 def test_compressed_gradients_are_compared_on_a_shadow_step():
-    fast, args, _, _ = verified(compress="int4", recompute=False)
-    fast(*args)
-    report = memopt.report(fast)
-    error = report.gradient_error
-    assert 0.9 < error.cosine < 1 and 0.001 < error.relative < 0.3 <= error.worst_relative + 0.3
-    assert report.plan.largest_error > 0.1 and "cosine" in str(report)
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= report.budget_bytes
-
-
-def test_an_exact_budget_has_no_gradient_error():
-    fast, args, _, _ = verified()
-    fast(*args)
-    report = memopt.report(fast)
-    assert report.gradient_error is None and report.largest_difference < 1e-9
-
-
-def test_the_users_bound_on_the_gradients_error():
-    """Formats that lose more are not used; the first step is refused before anything of it runs."""
-    fast, args, before, model = verified(compress="auto", recompute=False, max_gradient_error=0.05)
-    fast(*args)
-    assert memopt.report(fast).plan.largest_error == 0.0066
-    fast, args, before, model = verified(compress="int8", recompute=False, max_gradient_error=0.0067)
-    try:
+    budget = between(trained(None, dropout=0.0)[2], 0.5)
+    largest = {}
+    for bound in (None, 0.05):
+        torch._dynamo.reset()
+        step, args, _ = make(dropout=0.0)
+        fast = memopt.compile(step, lowering="eager", memory_budget=budget, verify=True, recompute=False,
+                              compress="auto" if bound else "int4", max_gradient_error=bound)
         fast(*args)
-    except memopt.NumericsError as refusal:
-        assert "max_gradient_error" in refusal.do and "cosine" in refusal.what
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    else:
-        assert memopt.report(fast).gradient_error.relative <= 0.0067
+        report = memopt.report(fast)
+        error = report.gradient_error
+        assert 0.99 < error.cosine <= 1 and 0 < error.relative < error.worst_relative < 0.2
+        assert "cosine" in str(report)
+        assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+        largest[bound] = report.plan.largest_error
+    assert largest[None] > 0.1 and largest[0.05] == FORMATS["int8"].error
