@@ -75,6 +75,7 @@ class Notes:
     optimizers: list[Any] = field(default_factory=list)
     loops: list[loop_capture.Loop] = field(default_factory=list)
     unroll: bool = False
+    left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     refusal: MemoptError | None = None
 
@@ -88,6 +89,11 @@ class Notes:
         log.info("%s: loop over micro-batches traced whole: %s", self.where, why)
         self.unroll = True
         compat.restart(self.trace, str(why))
+
+    def leave(self, why: str) -> NoReturn:
+        """Have Dynamo leave the frame to Python."""
+        self.left = True
+        compat.restart(self.trace, why)
 
 
 _notes = Notes()
@@ -293,6 +299,8 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if _notes.left:
+        compat.run_in_eager(_notes.reason)
     prepared = function_capture.prepare(self.fn, args, kwargs, tx)
     if prepared is not None:
         return prepared

@@ -59,9 +59,9 @@ def source_name(source: Any) -> str:
     return name() if callable(name) else name
 
 
-def run_in_eager(error: Exception) -> None:
+def run_in_eager(why: object) -> NoReturn:
     """Leave the frame being traced to Python: nothing of it is compiled."""
-    raise SkipFrame(str(error)) from error
+    raise SkipFrame(str(why)) from (why if isinstance(why, Exception) else None)
 
 
 def restart(output: Any, why: str) -> NoReturn:

@@ -25,7 +25,7 @@ from .options import Options, format_bytes, refuse_unbuilt
 from .records import Compilation, captured_only, remember
 from .shadow import shadowed
 from .step_graph import Role, StepGraph
-from .verification import verifying
+from .verification import regions, run_regions_once, verifying
 
 log = logging.getLogger("memopt_compile")
 RETRIES = 3  # plans for a step whose lowered peak is above the budget
@@ -165,6 +165,9 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                      "make such changes under torch.no_grad()")
         _check_budget(record.options, "model", notes)
         record.kind, record.reason = "ordinary", notes.reason
+        if regions(gm) and not notes.left:
+            notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
+        run_regions_once(gm)
         return gm.forward
     if record.options.verify:
         run = verifying(run, gm, record)

@@ -19,6 +19,7 @@ from .errors import NumericsError
 from .records import Compilation
 
 log = logging.getLogger("memopt_compile")
+REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 # Relative to the largest entry of a tensor. Low precision and reordered sums differ by rounding;
 # a wrong gradient differs by far more than ten times that.
@@ -32,6 +33,7 @@ def verifying(run: Callable, captured: fx.GraphModule, record: Compilation) -> C
         NumericsError: a result or an updated tensor differs by more than rounding.
     """
     waiting = True
+    run_regions_once(captured)
 
     def verified(*inputs: Any) -> Any:
         nonlocal waiting
@@ -46,6 +48,26 @@ def verifying(run: Callable, captured: fx.GraphModule, record: Compilation) -> C
         return results
 
     return verified
+
+
+def regions(captured: fx.GraphModule) -> list[fx.Node]:
+    """The regions of `torch.utils.checkpoint` in a graph of Dynamo's, those within others too.
+
+    They are marks for a compiler. Run as they are, they draw other random numbers the second time.
+    """
+    return [node for graph in captured.modules() if isinstance(graph, fx.GraphModule)
+            for node in graph.graph.find_nodes(op="call_function", target=REGION)]
+
+
+def run_regions_once(captured: fx.GraphModule) -> None:
+    """Let `captured`, run as it is, keep what these regions compute."""
+    for node in regions(captured):
+        node.target = _once
+        node.graph.owning_module.recompile()
+
+
+def _once(region: Callable, *inputs: Any, **settings: Any) -> Any:
+    return region(*inputs)
 
 
 def _copy(value: Any) -> Any:

@@ -123,7 +123,8 @@ class _Chunks:
     def write(self, parts: int) -> list[fx.Node]:
         step, region = self.step, self.region
         for node in region.moved:  # rule 4
-            region.product.prepend(node)
+            if region.product < node:  # another region may have moved it further
+                region.product.prepend(node)
         size = -(-region.rows // parts)
         with step.graph.inserting_before(region.product):
             joined: dict[fx.Node, Any] = {}

@@ -4,7 +4,9 @@
    (a plain checkpoint marks everything).
 2. What the rest of forward reads of a region is its output and is kept, as in eager.
 3. What cannot run again, random numbers above all, is kept: the numbers of a dropout are those that
-   it drew. (`replay_dropout` leaves only its mask to be kept.)
+   it drew. (`replay_dropout` leaves only its mask to be kept.) What writes runs once too: batch
+   normalization counts a batch once in its statistics, as by `torch.compile`, where eager counts
+   those of a region twice.
 
 Before:  [a = gelu(h)]; y = mm(a, W)   | backward: mm(dy, a); gelu'(dy, h)
 After:   [a = gelu(h)]; y = mm(a, W)   | backward: a' = gelu(h); mm(dy, a'); gelu'(dy, h)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from loops import Loop, adamw, loop, mlp, ordinary, plain
+from loops import CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @ordinary
@@ -175,3 +176,20 @@ def break_below_a_generator() -> Loop:
         return loss.detach()
 
     return loop(models, opt, step)
+
+
+@ordinary
+def checkpointed_dropout() -> Loop:
+    """In the graph a checkpoint is a mark only: run as it is, that draws other numbers again."""
+    class Renormed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(WIDTH, WIDTH, max_norm=0.5)  # changed while autograd follows it
+            self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x):
+            x = x + self.table(x.argmax(-1))
+            x = checkpoint(lambda x: F.dropout(self.body(x).tanh(), 0.5), x, use_reentrant=False)
+            return self.head(x)
+
+    return plain(Renormed())

@@ -268,6 +268,21 @@ def test_sums_stay_in_their_place():
     assert sum("addmm_" in str(n.target) for n in step.computing()) == 7
 
 
+def test_two_losses_of_one_backward():
+    """Both regions need the 1 that backward starts from in front of them."""
+    def layer(w, v, x, y):
+        leaves = [w.detach().requires_grad_(), v.detach().requires_grad_()]
+        loss = F.cross_entropy(x @ leaves[0], y) + F.cross_entropy(x @ leaves[1], y)
+        grads = torch.autograd.grad(loss, leaves, seed(loss.detach()))
+        return loss.detach(), *map(gradient, grads)
+
+    step = by_hand(layer, ("p", doubles(WIDTH, VOCABULARY)), ("p", doubles(WIDTH, VOCABULARY)),
+                   ("x", doubles(64, WIDTH)), ("x", torch.ones(64, dtype=torch.int64)))
+    Canonicalize().run(step)
+    chunk(step)
+    assert widest(step) < 64 * VOCABULARY
+
+
 def test_micro_batches():
     torch.manual_seed(0)
     step = training_step(nn.Linear(8, VOCABULARY).double(), batch=48, width=8, micro_batches=2)

@@ -145,6 +145,37 @@ def test_trained_as_by_eager(kind):
     assert memopt.report(run).measured_peak_bytes < free
 
 
+def test_verified_against_eager():
+    """What the graph has of a checkpoint must not draw the dropout's numbers twice there."""
+    step, args, _ = make(p=0.3)
+    run = memopt.compile(step, lowering="eager", verify=True)
+    run(*args)
+    assert memopt.report(run).largest_difference < 1e-9
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_batch_is_counted_once_as_by_torch_compile(micro_batches):
+    """Eager runs a region twice, and so counts every batch twice in its statistics."""
+    statistics = []
+    for whole in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+        run = functools.partial(checkpoint, model, use_reentrant=False)
+        run = run if whole else torch.compile(run, backend="aot_eager")
+
+        def step(x, y):
+            for inputs, labels in memopt.micro_batches(micro_batches, x, y):
+                F.cross_entropy(run(inputs), labels).backward()
+
+        step = memopt.compile(step, lowering="eager") if whole else step
+        step(torch.randn(64, 16), torch.randint(4, (64,)))
+        statistics.append([*model[1].buffers(), *(p.grad for p in model.parameters())])
+    assert memopt.report(step).kind == "step" and statistics[0][2] == micro_batches
+    for a, b in zip(*statistics):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.inductor
 def test_trained_as_by_eager_on_inductor():
     ways = []
