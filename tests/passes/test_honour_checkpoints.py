@@ -164,7 +164,7 @@ def test_a_batch_is_counted_once_as_by_torch_compile(micro_batches):
         run = functools.partial(checkpoint, model, use_reentrant=False)
         run = run if whole else torch.compile(run, backend="aot_eager")
 
-        def step(x, y):
+        def step(x, y, run=run):
             for inputs, labels in memopt.micro_batches(micro_batches, x, y):
                 F.cross_entropy(run(inputs), labels).backward()
 
