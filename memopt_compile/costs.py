@@ -5,7 +5,8 @@ in a convolution, partial sums in a backward, an index in sorted order. No table
 so each distinct call (operator, shapes, strides, dtypes, constants) is run once on tensors of
 ones under the allocation recorder, and the answer is kept for the process. Views hold nothing and
 are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
-result they hold copies.
+result they hold copies. Operators of other libraries are not run, since they may do more than
+compute. One with a body of its own (`torch.cond`) holds what is alive in that.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from .compat_trace import hinted, pytree, real_tensors
-from .liveness import Workspace, no_workspace
+from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
 from .stand_ins import stand_ins
-from .step_graph import COLLECTIVES, OPERATOR, StepGraph
+from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 
 # What Inductor leaves to PyTorch's own kernels, by the start of the operator's name: only these
 # hold workspace there. The rest becomes loops of its own.
@@ -51,10 +52,19 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
         if node not in seen or any(a is not b for a, b in zip(call, seen[node][0])):
             args, kwargs = pytree.tree_map_only(
                 fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
-            seen[node] = call, workspace_bytes(node.target, args, kwargs)
+            seen[node] = call, (_inside(step, node, held)
+                                or workspace_bytes(node.target, args, kwargs))
         return seen[node][1]
 
     return held
+
+
+def _inside(step: StepGraph, node: fx.Node, held: Workspace) -> int:
+    """Bytes that the largest body of `node` holds beyond the results."""
+    bodies = [getattr(step.module, n.target, None) for n in node.all_input_nodes if n.op == "get_attr"]
+    peaks = [max(live_bytes(b.graph.nodes, lifetimes(b.graph), held))
+             for b in bodies if isinstance(b, fx.GraphModule)]
+    return max(0, max(peaks, default=0) - nbytes(node.meta.get("val")))
 
 
 def is_library(target: Any) -> bool:
@@ -67,7 +77,7 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
 
     Tensors among the arguments may be fake: only their shapes, strides and dtypes count.
     """
-    if not isinstance(target, OPERATOR) or target.namespace == COLLECTIVES:
+    if not isinstance(target, OPERATOR) or target.namespace not in OF_TORCH:
         return 0  # a collective run here would wait for other ranks, and be taken for one of a step
     aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
     if aliases and not any(a.is_write for a in aliases):  # views

@@ -5,7 +5,8 @@ Safe orders are those in which
 1. operands come before their users,
 2. a write comes after every earlier touch of its storage through any alias, and before every
    later one,
-3. random operators keep their order, so that each draws the numbers it drew before;
+3. random operators, and those that may be, keep their order, so that each draws the numbers it drew
+   before;
 4. collectives keep their order, so that every rank makes the same calls one after another,
    whatever else its graph holds (a smaller last batch gives a rank another peak).
 """
@@ -18,7 +19,15 @@ import torch
 from torch import fx
 
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
-from .step_graph import COLLECTIVES, OPERATOR, WAIT, StepGraph, mutated_args, storage_roots
+from .step_graph import (
+    COLLECTIVES,
+    OF_TORCH,
+    OPERATOR,
+    WAIT,
+    StepGraph,
+    mutated_args,
+    storage_roots,
+)
 
 
 def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
@@ -45,7 +54,11 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers. An attention without dropout only could."""
+    """Whether `node` draws random numbers, or may: PyTorch's operators say so, those of others and
+    those with a body of their own (`torch.cond`) do not. An attention without dropout only could."""
+    namespace = getattr(node.target, "namespace", None)
+    if namespace not in (None, *OF_TORCH, COLLECTIVES):
+        return True
     if not (isinstance(node.target, OPERATOR)
             and torch.Tag.nondeterministic_seeded in node.target.tags):
         return False

@@ -27,6 +27,7 @@ from .memory_plan import MemoryPlan
 _INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 _OURS = os.path.dirname(__file__) + os.sep
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
+OF_TORCH = ("aten", "prims", "inductor", "mkldnn", "memopt")  # namespaces of operators that compute and say how
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
 WAIT = "_c10d_functional.wait_tensor.default"  # .. and of waiting for their results
 

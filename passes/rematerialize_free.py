@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
-from memopt_compile.ordering import weight
+from memopt_compile.ordering import is_random, weight
 from memopt_compile.recomputing import overwritten_early, recompute
 from memopt_compile.step_graph import (
     OPERATOR,
@@ -81,7 +81,7 @@ def fuses(node: fx.Node) -> bool:
     """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
     if not isinstance(node.target, OPERATOR) or mutated_args(node):
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags or str(node.target) == WAIT:
+    if is_random(node) or str(node.target) == WAIT:
         return False
     return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
             or bool(aliased_args(node)))

@@ -128,6 +128,41 @@ def test_no_random_number_is_drawn_again():
                              for n in step.computing())
 
 
+@torch.library.custom_op("memopt_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda context, gradient: gradient * context.saved_tensors[0],
+                        setup_context=lambda context, inputs, output: context.save_for_backward(
+                            output / inputs[0]))
+
+
+def branching(x):
+    return torch.cond(x.sum() > -1e9, lambda x: x * torch.rand_like(x), torch.sin, (x,))
+
+
+class Noisy(nn.Module):
+    def __init__(self, noise):
+        super().__init__()
+        self.noise, self.layers = noise, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.noise(torch.tanh(layer(x)))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("noise", [noisy, branching], ids=["operator", "branch"])
+def test_what_may_draw_numbers_runs_once(noise):
+    """PyTorch's operators say that they do. Those of others do not, nor does one with a body."""
+    torch.manual_seed(0)
+    step = prepared(Noisy(noise).double(), batch=128)
+    assert budgeted(step, 0.01).chosen("recompute")  # and the numbers are the same
+
+
 class Normed(nn.Module):
     """Batch normalization in training mode overwrites its statistics in forward."""
 
