@@ -134,8 +134,8 @@ def noisy(x: torch.Tensor) -> torch.Tensor:
 
 
 noisy.register_fake(torch.empty_like)
-noisy.register_autograd(lambda context, gradient: gradient * context.saved_tensors[0],
-                        setup_context=lambda context, inputs, output: context.save_for_backward(
+noisy.register_autograd(lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+                        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(
                             output / inputs[0]))
 
 
