@@ -73,13 +73,13 @@ def test_kept_exactly_and_bit_by_bit_with_dropout(free, share):
 
 
 def test_a_refusal_names_the_smallest_peak_and_that_one_works():
-    _, _, report = trained(None)
+    _, _, report = trained(None, layers=2)
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:
-        trained(report.resident_bytes + 1000)
+        trained(report.resident_bytes + 1000, layers=2)
     assert "state_bits=8" in refusal.value.do and "there before the step" in refusal.value.what
-    least = memopt.explain(make()[0], *make()[1], lowering="eager", memory_budget=[
+    least = memopt.explain(make(layers=2)[0], *make(layers=2)[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
-    _, _, found = trained(least)
+    _, _, found = trained(least, layers=2)
     assert found.measured_peak_bytes <= least
 
 

@@ -16,7 +16,7 @@ from graphs import by_hand, mlp, training_step  # noqa: E402
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile import timing  # noqa: E402
 from memopt_compile.pieces import label  # noqa: E402
-from memopt_compile.rematerialization import problem  # noqa: E402
+from memopt_compile.rematerialization import Means, problem  # noqa: E402
 from memopt_compile.seconds import computes, roofline  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_time_runs_out_for_good_and_the_next_plan_goes_on(layers):
 
 def test_what_packs_activations_is_measured_too():
     seconds = timing.Measured(CPU)
-    problem(training_step(mlp(layers=2), batch=64), seconds, compress="int8")
+    problem(training_step(mlp(layers=2), batch=64), seconds, means=Means(compress="int8"))
     assert any("memopt.compress" in call for call in seconds.timed) and not seconds.others
 
 
