@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..step_graph import OPERATOR, StepGraph, aliased_args
+from ..step_graph import OPERATOR, StepGraph, aliased_args, operands
 
 
 def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
@@ -28,7 +28,7 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     order = items_at_once(graph)
     last: dict[fx.Node, fx.Node] = {}
     for node in order:
-        for argument in (node, *node.all_input_nodes):
+        for argument in (node, *operands(node)):
             last[argument] = node
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():

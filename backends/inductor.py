@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor, compression
+from .. import compat_inductor, compression, dequantizing
 from ..costs import is_library, workspace_bytes
+from ..finiteness import REQUIRE_FINITE, not_looking
 from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
 from ..step_graph import StepGraph, op_name
 
@@ -80,8 +81,12 @@ class Lowered:
 
 def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
-    step = compression.expanded(step, decompositions())
-    parts = [one_piece(step)] if whole or not can_cut(step) else pieces(step)
+    step = dequantizing.expanded(compression.expanded(step, decompositions()), decompositions())
+    if whole or not can_cut(step):
+        step = not_looking(step)
+        parts = [one_piece(step)]
+    else:
+        parts = pieces(step)
     settings = compat_inductor.settings()
     names: dict[Any, str] = {}
     bound: dict[str, _Compiled] = {}
@@ -156,7 +161,11 @@ def source(step: StepGraph, calls: list[tuple[str, Piece]]) -> tuple[str, dict[s
         lines.append(_Line(f"{names[node]} = ", function,
                            [names[a] for a in node.all_input_nodes], piece=False))
 
+    place = {n: i for i, n in enumerate(step.graph.nodes)}
+    looks = step.graph.find_nodes(op="call_function", target=REQUIRE_FINITE)
     for name, piece in calls:
+        while looks and piece.first and place[looks[0]] < place[piece.first]:
+            compute(looks.pop(0))
         for node in piece.inputs:
             compute(node)
         made = [f"v{len(names) + i}" for i in range(len(piece.outputs))]

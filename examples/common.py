@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,8 +50,28 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
     if options.backend == "inductor":
         return torch.compile(step)
     wanted = {"lowering": options.lowering, "memory_budget": options.budget,
-              "accumulate": getattr(options, "accumulate", "gradients")}
+              "accumulate": getattr(options, "accumulate", "gradients"),
+              "zero": getattr(options, "zero", 0)}
     return torch.compile(step, backend="memopt", options=wanted)
+
+
+@contextlib.contextmanager
+def ranks(stage: int) -> Iterator[tuple[int, Any]]:
+    """(this rank, the mesh of all) of the processes that torchrun has started, of which the first
+    prints; (0, None) for `stage` 0."""
+    if not stage:
+        yield 0, None
+        return
+    if "RANK" not in os.environ:
+        raise SystemExit("--zero needs several processes: torchrun --nproc-per-node 2 " + " ".join(sys.argv))
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.distributed.destroy_process_group)
+        if rank:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield rank, torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (torch.distributed.get_world_size(),))
 
 
 def train(

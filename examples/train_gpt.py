@@ -1,6 +1,7 @@
 """Train a character GPT on Shakespeare's plays, and compare the memory of three ways to run it.
 
     python examples/train_gpt.py --compare
+    torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3
 
 The step below is ordinary PyTorch; `compiled` in common.py is the only place that
 knows memopt; `memopt.micro_batches` works without it too.
@@ -11,10 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, compiled, train
+from common import arguments, compiled, ranks, train
 from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
@@ -32,7 +34,11 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
                         help="chunks of the batch whose gradients are added up before the update")
     parser.add_argument("--accumulate", choices=("gradients", "optimizer_states"), default="gradients",
                         help="what they are added up in; optimizer_states is AdamA")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0,
+                        help="stage of ZeRO, under torchrun: the model is shared by its processes")
     options = parser.parse_args(given)
+    if options.zero and (options.compare or options.measure or options.backend != "memopt"):
+        parser.error("--zero trains with memopt, and compares nothing")
     if options.quick:
         options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32
         options.steps = min(options.steps, 30)
@@ -72,14 +78,16 @@ def prepare(options: argparse.Namespace, vocabulary: int):
     return model, opt, schedule, step if options.micro_batches == 1 else accumulating_step
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, rank: int = 0, mesh: Any = None) -> None:
     ids, held_out, alphabet = shakespeare()
-    model, _, schedule, step = prepare(options, len(alphabet))
-    step = compiled(step, options)
+    model, opt, schedule, step = prepare(options, len(alphabet))
     size = sum(p.numel() for p in model.parameters())
+    if mesh is not None:
+        memopt.shard_(model, opt, mesh, stage=options.zero)
+    step = compiled(step, options)
     print(f"{size:,} parameters, {len(ids):,} characters to learn from, "
           f"backend {options.backend}", flush=True)
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed + rank)  # each rank reads other samples
     train(step, lambda i: random_batch(ids, options.batch, options.sequence, generator),
           options.steps, schedule.step)
     model.eval()
@@ -113,6 +121,7 @@ if __name__ == "__main__":
     if options.measure:
         measured(options)
     else:
-        run(options)
+        with ranks(options.zero) as (rank, mesh):
+            run(options, rank, mesh)
         if options.compare:
             compare([sys.executable, *sys.argv])

@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import optim
     from .api import compile, explain, micro_batches, report
+    from .distributed.sharding import shard_
     from .errors import (
         CaptureError,
         InfeasibleBudget,
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
         OptimizerError,
         OptionError,
         PassError,
+        QuantizationError,
+        RankError,
         VerifyError,
     )
+    from .low_precision import dequantize_parameters_, quantize_parameters_
     from .measure import measure
     from .options import Options
     from .timeline import draw
@@ -36,10 +40,13 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(("compile", "explain", "report", "micro_batches"), "api"),
     **dict.fromkeys(("MemoptError", "CaptureError", "OptionError", "InfeasibleBudget",
-                     "VerifyError", "PassError", "NumericsError", "OptimizerError"), "errors"),
+                     "VerifyError", "PassError", "NumericsError", "OptimizerError",
+                     "QuantizationError", "RankError"), "errors"),
+    **dict.fromkeys(("quantize_parameters_", "dequantize_parameters_"), "low_precision"),
     "Options": "options",
     "measure": "measure",
     "draw": "timeline",
+    "shard_": "distributed.sharding",
 }
 _PACKAGES = ("optim",)
 __all__ = sorted([*_HOME, *_PACKAGES])

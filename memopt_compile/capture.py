@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -344,6 +345,8 @@ def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
         folds=(options or {}).get("accumulate") == "optimizer_states")
     if not _FORMS:
         _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
+    if "torch.distributed.tensor" in sys.modules:
+        compat.keep_placements(torch.ops.memopt.gradient.default)
     try:
         with compat_dynamo.tracing_scope(
             method_backward=backward_capture.method_backward, optimizer_getattr=_optimizer_getattr,

@@ -7,6 +7,7 @@ one that has to change when torch does. Checked against torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -120,8 +121,12 @@ def replaced_gradients(output: Any) -> dict[str, Any]:
 
 
 def input_descriptor_index(node: torch.fx.Node) -> int | None:
-    """Position of an ATen input among the inputs of the Dynamo graph, if it is one of them."""
-    return getattr(node.meta.get("desc"), "idx", None)
+    """Position of an ATen input among the inputs of the Dynamo graph, if it is one of them, or one of the
+    tensors inside of one that is a subclass (a DTensor is traced as its local tensor and its mesh)."""
+    description = node.meta.get("desc")
+    while hasattr(description, "base"):
+        description = description.base
+    return getattr(description, "idx", None)
 
 
 def output_targets(graph: torch.fx.Graph) -> list[Any]:
@@ -363,3 +368,15 @@ def loss_decompositions() -> dict[Any, Callable]:
 
     return get_decompositions([torch.ops.aten.mse_loss, torch.ops.aten.binary_cross_entropy,
                                torch.ops.aten.soft_margin_loss, torch.ops.aten.smooth_l1_loss])
+
+
+@functools.cache
+def keep_placements(marker: Any) -> None:
+    """Let DTensors go through an operator of one operand: every rank runs it on its own part.
+
+    torch's public way (`register_sharding`) replicates what has fewer rows than there are ranks.
+    """
+    from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+    from torch.distributed.tensor._ops.utils import register_op_strategy
+
+    register_op_strategy(marker)(propagate_single_input_strategy)

@@ -22,6 +22,7 @@ from torch._dynamo.symbolic_convert import (
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -31,7 +32,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from .compat import NumberVariable
+from .compat import FakeTensor, NumberVariable, fake_value, source_name
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
@@ -78,6 +79,13 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
 def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
     """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
     torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
+
+
+def _sources_of_subclasses(original: Callable, var: Any) -> Any:
+    """torch 2.11 insists on plain fake tensors among what is differentiated; DTensors are as good."""
+    if isinstance(var, TensorVariable) and not isinstance(fake_value(var), FakeTensor):
+        return [(fake_value(var), source_name(var.source) or None)]
+    return original(var)
 
 
 @contextlib.contextmanager
@@ -145,7 +153,10 @@ def tracing_scope(
     def handle_check(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
+    collect = torch_variables._collect_tensors_with_sources
     with (
+        mock.patch.object(torch_variables, "_collect_tensors_with_sources",
+                          functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",

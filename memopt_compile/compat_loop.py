@@ -20,6 +20,7 @@ from torch._dynamo.variables.base import (
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Of a variable, what says where it came from and not what it is.
 _NOT_STATE = {"source", "source_location", "mutation_type", "guards", "proxy", "parents_tracker",
@@ -106,5 +107,14 @@ def python_state(tx: Any, but: Any) -> tuple[tuple, list[Any]]:
     outside = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations)
                if isinstance(v, VariableTracker) and isinstance(
                    v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
-    return (tuple(frames), tuple(map(state, outside)),
-            len(getattr(root, "random_calls", ()))), tensors
+    found = (tuple(frames), tuple(map(state, outside)), len(getattr(root, "random_calls", ())))
+    return found, _outermost(tensors)
+
+
+def _outermost(tensors: list[Any]) -> list[Any]:
+    """Without the tensors inside of those that are subclasses: read by themselves, they would be
+    inputs a second time."""
+    given = {id(v): getattr(v.as_proxy().node.meta.get("grapharg"), "example", None) for v in tensors}
+    inside = {id(getattr(value, name)) for value in given.values()
+              if is_traceable_wrapper_subclass(value) for name in value.__tensor_flatten__()[0]}
+    return [v for v in tensors if id(given[id(v)]) not in inside]

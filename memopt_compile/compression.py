@@ -26,7 +26,7 @@ ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
 def compress(value: Tensor, form: str) -> list[Tensor]:
     """The parts of `value`, whose memory is dense, in one of `FORMATS`; what is shared comes first."""
     packing, rows = FORMATS[form], in_rows(value)
-    slabs = list(_slabs(packing, *rows.shape))
+    slabs = list(slabs_of(packing, *rows.shape))
     if len(slabs) == 1:
         return whole_parts(value, form)
     shared = packing.shared(sum(packing.statistic(rows[some]) for some in slabs))
@@ -47,7 +47,7 @@ def decompress(parts: list[Tensor], form: str, size: list[int], stride: list[int
     packing = FORMATS[form]
     result = torch.empty_strided(size, stride, dtype=dtype, device=parts[0].device)
     rows = in_rows(result)
-    slabs = list(_slabs(packing, *rows.shape))
+    slabs = list(slabs_of(packing, *rows.shape))
     lengths = [shape[0] for shape, _ in _layouts(packing, rows[slabs[0]])]
     shared, parts = parts[:-len(lengths)], parts[-len(lengths):]
     for i, some in enumerate(slabs):
@@ -110,7 +110,7 @@ def is_dense(value: Tensor) -> bool:
     return value.dim() > 0 and expected * value.element_size() == value.untyped_storage().nbytes()
 
 
-def _slabs(packing: Packing, rows: int, columns: int) -> Iterator[slice]:
+def slabs_of(packing: Packing, rows: int, columns: int) -> Iterator[slice]:
     unit = packing.unit(columns)
     length = max(1, ELEMENTS // (unit * columns)) * unit
     for start in range(0, rows, length):
@@ -132,13 +132,13 @@ def expanded(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
     for node in list(step.computing()):
         if node.target is COMPRESS:
             items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-            made = _inline(step, node, partial(whole_parts, form=node.args[1]), node.args[:1],
+            made = inline(step, node, partial(whole_parts, form=node.args[1]), node.args[:1],
                            decompositions)
             for i, item in items.items():
                 step.replace(item, made[i])
             step.erase(node)
         elif node.target is DECOMPRESS:
-            made = _inline(step, node, partial(_unpacked, node.args[1:]), node.args[0], decompositions)
+            made = inline(step, node, partial(_unpacked, node.args[1:]), node.args[0], decompositions)
             step.replace(node, made[0])
     return step
 
@@ -147,7 +147,7 @@ def _unpacked(layout: tuple, *parts: Tensor) -> list[Tensor]:
     return [whole_value(parts, *layout)]
 
 
-def _inline(step: StepGraph, node: fx.Node, function: Any, reads: Sequence[fx.Node],
+def inline(step: StepGraph, node: fx.Node, function: Any, reads: Sequence[fx.Node],
             decompositions: Mapping[Any, Any]) -> list[fx.Node]:
     """The results of `function` of `reads`, traced into the graph before `node`."""
     values = [n.meta["val"] for n in reads]

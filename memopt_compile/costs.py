@@ -6,7 +6,8 @@ so each distinct call (operator, shapes, strides, dtypes, constants) is run once
 ones under the allocation recorder, and the answer is kept for the process. Views hold nothing and
 are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
 result they hold copies. Operators of other libraries are not run, since they may do more than
-compute. One with a body of its own (`torch.cond`) holds what is alive in that.
+compute. One with a body of its own (`torch.cond`) holds what is alive in that. Collectives are not
+run either, since the other ranks would take part: what gloo holds is known (`_of_gloo`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .collectives import is_collective, is_wait, launch_of
 from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
 from .stand_ins import stand_ins
 from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 
-# What Inductor leaves to PyTorch's own kernels, by the start of the operator's name: only these
-# hold workspace there. The rest becomes loops of its own.
+# What Inductor leaves to PyTorch's own kernels, and to ours, by the start of the operator's name: only
+# these hold workspace there. The rest becomes loops of its own.
 LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft", "_cudnn", "miopen",
-           "cudnn", "sort", "topk", "linalg", "_linalg")
+           "cudnn", "sort", "topk", "linalg", "_linalg", "quantize")
 
 _known: dict[Any, int] = {}
 
@@ -45,6 +47,8 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     seen: dict[fx.Node, tuple[list[Any], int]] = {}  # what a call was, and what it held
 
     def held(node: fx.Node) -> int:
+        if is_wait(node) or is_collective(node):
+            return _of_gloo(launch_of(node) if is_wait(node) else node)
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
         call = [node.target, node.args, node.kwargs,
@@ -57,6 +61,23 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
         return seen[node][1]
 
     return held
+
+
+def _of_gloo(launch: fx.Node) -> int:
+    """Bytes that gloo holds from a collective until it has been waited for, and the wait itself: the
+    whole result of a gather or operand of a scatter once more, and the number that a mean divides by.
+    """
+    if not is_collective(launch):
+        return 0
+    name, given = launch.target._schema.name, launch.args[0]
+    given = given if isinstance(given, fx.Node) else launch
+    whole = 0
+    if name.endswith("all_gather_into_tensor"):
+        whole = nbytes(launch.meta["val"])
+    elif name.endswith("reduce_scatter_tensor"):
+        value = given.meta["val"]  # which may be a part of a larger storage
+        whole = hinted(value.numel()) * value.element_size()
+    return whole + (8 + given.meta["val"].element_size() if "avg" in launch.args else 0)
 
 
 def _inside(step: StepGraph, node: fx.Node, held: Workspace) -> int:

@@ -16,19 +16,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import build, capture, compat, compat_trace, devices, loop_capture, loops, pipelines
+from . import (
+    build,
+    capture,
+    compat,
+    compat_trace,
+    devices,
+    loop_capture,
+    loops,
+    pipelines,
+    programs,
+    zero,
+)
 from .backends import eager, inductor
-from .costs import workspace as workspace_of
-from .errors import InfeasibleBudget, MemoptError, OptionError
-from .liveness import timeline
-from .options import Options, format_bytes, refuse_unbuilt
-from .records import Compilation, captured_only, remember
-from .shadow import shadowed
-from .step_graph import Role, StepGraph
+from .errors import MemoptError, OptionError
+from .low_precision import check_optimizers
+from .options import Options, refuse_unbuilt
+from .records import Compilation, remember
 from .verification import regions, run_regions_once, verifying
 
 log = logging.getLogger("memopt_compile")
-RETRIES = 3  # plans for a step whose lowered peak is above the budget
 
 
 class _NotWhole(Exception):
@@ -66,6 +73,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     _check_accumulation(opts, kind, notes)
+    check_optimizers(notes.optimizers, notes.where)
     _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
@@ -134,15 +142,21 @@ def _kind_line(kind: str, notes: capture.Notes) -> str:
 def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation,
                   notes: capture.Notes) -> Callable:
     origin = build.dynamo_inputs(gm)
+    storages = zero.check(record.options, origin, notes.where)
     _detach_outputs(gm)
     compat.settle_unused_floats(gm)
+    wholes: list[zero.Storage] = []
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if record.lowering == "inductor":
             module = inductor.prepare(module)
         if loops.complete(module.graph) < notes.shortened:
             raise loops.Unlike("no iteration reads its chunk")
-        return _lower(build.step_graph(module, origin), record)
+        nonlocal wholes
+        step = build.step_graph(module, origin)
+        wholes = zero.add_wholes(step, origin)
+        run = zero.together(lambda: programs.fitted(step, record), record, storages, notes.frame)
+        return zero.with_wholes(run, wholes) if wholes else run
 
     def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         raise _NotWhole
@@ -169,6 +183,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
         run_regions_once(gm)
         return gm.forward
+    run = zero.in_agreement(run, wholes) if wholes else run
     if record.options.verify:
         run = verifying(run, gm, record)
     stale = [i for i, (label, _, _) in enumerate(origin)
@@ -190,94 +205,6 @@ def _dropping_gradients(run: Callable, leaves: Sequence[int]) -> Callable:
         return run(*inputs)
 
     return run_without_old_gradients
-
-
-def _lower(step: StepGraph, record: Compilation) -> Callable:
-    """Pipeline, budget and lowering of one step graph."""
-    workspace = workspace_of(step, record.lowering)
-    record.before = timeline(step, workspace)
-    record.step = step
-    if captured_only():
-        record.captured = step
-        return eager.lower(step)
-    record.observe("captured", step)
-    limit = planned = record.budget_bytes()
-    if limit is not None:
-        _fix_sizes(step)
-    # Inductor allocates a little otherwise than the schedule says: how much, only its code tells.
-    again = None if limit is None or record.lowering == "eager" else step.copy()
-    lowered = _run_passes_and_lower(step, record, planned)
-    for _ in range(RETRIES):
-        excess = record.predicted_peak_bytes - (limit or 0)
-        if again is None or excess <= 0 or record.step.plan and not record.step.plan.fits:
-            break
-        planned = record.after.peak_bytes - excess
-        log.info("%s: %s over the budget once lowered, planning again", record.where,
-                 format_bytes(excess))
-        lowered = _run_passes_and_lower(again.copy(), record, planned)
-    record.dump()
-    _hold_to_budget(record)
-    if record.device.type == "cpu":
-        devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
-    run, plan = record.measured(lowered), record.step.plan
-    if record.versions and plan and plan.largest_error:
-        run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
-                       record.options.max_gradient_error, record.where, record.compressed)
-    return run
-
-
-def _fix_sizes(step: StepGraph) -> None:
-    """Have every batch size compiled, and so planned, by itself: what fits one may not fit another."""
-    for node in step.placeholders:
-        if isinstance(node.meta["val"], torch.SymInt):
-            int(node.meta["val"])  # Dynamo guards on what is asked
-
-
-def _run_passes_and_lower(step: StepGraph, record: Compilation, limit: int | None) -> Callable:
-    """The program of `step`, planned to have a peak of at most `limit` bytes if that is possible."""
-    workspace = workspace_of(step, record.lowering)
-    passes = pipelines.default(record.options, record.lowering, limit, record.device)
-    record.step = step
-    record.passes = pipelines.run(step, passes, costs=workspace, workspace=workspace,
-                                  observe=record.observe)
-    record.after = timeline(step, workspace)
-    if record.lowering == "eager":
-        lowered: Callable = eager.lower(step)
-        record.predicted_peak_bytes = record.after.peak_bytes
-    else:
-        lowered = inductor.lower(step)
-        record.predicted_peak_bytes = (record.after.resident_bytes
-                                       + inductor.predicted_transient_peak(lowered))
-    return lowered
-
-
-def _hold_to_budget(record: Compilation) -> None:
-    limit = record.budget_bytes()
-    if limit is None or record.predicted_peak_bytes <= limit:
-        return
-    needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
-    plan = record.step.plan
-    means = "the smallest peak found" if plan else "the peak"
-    if plan and plan.again:
-        means += ", by computing activations again,"
-    if not record.options.recompute:
-        means += " (recompute=False)"
-    state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
-    less = [f"raise memory_budget to {format_bytes(needed)}"]
-    if needed - (needed - resident) // 2 <= limit:
-        less.append("halve the batch, or split it with memopt.micro_batches: what the step holds "
-                    f"beyond its inputs is {format_bytes(needed - resident)}, most of it in "
-                    "proportion to the batch")
-    if record.options.compress is None:
-        less.append("allow compress='int4' (or 'int8'): activations in fewer bits, whose gradients differ "
-                    "a little")
-    if state * 3 // 4 > 0:
-        less.append("memopt.optim with state_bits=8 keeps about a quarter of "
-                    f"{format_bytes(state)} of optimizer state")
-    raise InfeasibleBudget(
-        f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}; "
-        f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
-        "buffers and the batch", where=record.peak_line(), do="; or ".join(less))
 
 
 def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation) -> Callable:

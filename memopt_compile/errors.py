@@ -74,3 +74,15 @@ class OptimizerError(MemoptError, ValueError):
     """An optimizer of `memopt.optim` was given a setting, gradient or state that it cannot use."""
 
     id = "MEMOPT-E701"
+
+
+class QuantizationError(MemoptError, ValueError):
+    """A parameter cannot be kept in low precision, or not be used as it was."""
+
+    id = "MEMOPT-E801"
+
+
+class RankError(MemoptError):
+    """The ranks of a process group differ in what has to be the same on all of them."""
+
+    id = "MEMOPT-E901"

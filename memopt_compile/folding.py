@@ -54,6 +54,9 @@ def refusal(optimizer: torch.optim.Optimizer) -> OptionError | None:
         if group.get("state_bits", 32) != 32:
             return _error(f"state_bits={group['state_bits']}: a state in few bits is written whole",
                           "use memopt.optim.AdamA, which does that for each micro-batch")
+        if group.get("gradient_bits", 32) != 32:
+            return _error(f"gradient_bits={group['gradient_bits']}: they are for gradients that are kept",
+                          "leave gradient_bits out")
         if group.get("weight_bits") and any(p.dtype == torch.bfloat16 for p in group["params"]):
             return _error(f"weight_bits={group['weight_bits']}: gradients in bfloat16 are summed up "
                           "before they are widened", "use memopt.optim.AdamA, which takes each")

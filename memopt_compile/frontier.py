@@ -87,10 +87,9 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
         if points and not points[-1].fits:  # what was the smallest for more is it for less
             points.append(replace(points[-1], budget_bytes=size))
             continue
-        step = captured.copy()
-        costs = workspace(step, record.lowering)
-        pipelines.run(step, pipelines.default(record.options, record.lowering, size, record.device),
-                      costs=costs, workspace=costs)
+        costs = workspace(captured, record.lowering)
+        step, _ = pipelines.rewritten(captured.copy(), record.options, record.lowering, costs, size,
+                                      record.device)
         points.append(Point(size, timeline(step, costs).peak_bytes,
                             step.plan.seconds if step.plan else 0.0))
     seconds = cost_model(record.options.costs, record.device)

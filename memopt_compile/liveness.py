@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from .compat_trace import hinted
-from .step_graph import Phase, StepGraph, nbytes, storage_roots
+from .step_graph import Phase, StepGraph, nbytes, operands, storage_roots
 
 Workspace = Callable[[fx.Node], int]
 
@@ -82,7 +82,7 @@ def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetim
     touched: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         touched[node] = frozenset() if node in inputs else frozenset(
-            r for a in (node, *node.all_input_nodes) for r in roots[a]
+            r for a in (node, *operands(node)) for r in roots[a]
             if r not in inputs and r.op != "output")
         if node in inputs or node.op == "output" or roots[node] != {node}:
             continue

@@ -222,7 +222,8 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     flatten = getattr(tensor, "__tensor_flatten__", None)  # Wrapper subclasses have it.
     if flatten is not None:
         for name in flatten()[0]:
-            yield from _storages(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # a DTensor's mesh is none
+                yield from _storages(inner)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
     else:

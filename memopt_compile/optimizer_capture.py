@@ -154,7 +154,8 @@ def make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:
         gradients = [p.grad for p in new]
         try:
             for p in new:
-                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+                p.grad = (torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+                          if type(p) is torch.nn.Parameter else torch.zeros_like(p))
             init(optimizer, {**group, "params": new}, *([] for _ in range(lists)))
             if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
                 # SGD's first step copies the gradient: with a zero buffer 0·momentum + g is g.

@@ -37,8 +37,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 # In this version only the first choice of each of these works.
 UNBUILT = {
     "offload": "offload to host memory",
-    "zero": "sharding over ranks (ZeRO)",
-    "adapt": "planning again during training",
 }
 
 
@@ -58,8 +56,8 @@ class Options:
         offload: the planner may move values to host memory and back.
         accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
-        zero: ZeRO stage, 0 to 3.
-        adapt: plan again during training as compressibility changes.
+        zero: ZeRO stage, 0 to 3; the model is sharded for it by `memopt.shard_`.
+        adapt: plan again during training as the outliers in compressed activations come and go.
         costs: seconds by which plans are compared: by the "roofline" of the device, or "measured" by
             running the step's operators on made-up tensors, kept on disk.
         lowering: "inductor", or "eager", an interpreter that frees each value at its last use.
@@ -87,6 +85,9 @@ class Options:
         for name, accepted in CHOICES.items():
             _check_choice(name, getattr(self, name), accepted)
         _check_budget(self.memory_budget)
+        if self.adapt and (self.memory_budget is None or self.compress not in ("int4", "auto")):
+            raise _wrong("adapt", True, "give memory_budget and compress='int4' or 'auto' too: formats of 4 "
+                         "bits are what adapts")
         error = self.max_gradient_error
         if error is not None and not (isinstance(error, float) and 0 < error < 1):
             raise _wrong("max_gradient_error", error, "give a share between 0.0 and 1.0, or None")

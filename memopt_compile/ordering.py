@@ -4,7 +4,7 @@ Safe orders are those in which
 
 1. operands come before their users,
 2. a write comes after every earlier touch of its storage through any alias, and before every
-   later one,
+   later one; a collective touches its operands until it has been waited for,
 3. random operators, and those that may be, keep their order, so that each draws the numbers it drew
    before;
 4. collectives keep their order, so that every rank makes the same calls one after another,
@@ -23,11 +23,17 @@ from .step_graph import (
     COLLECTIVES,
     OF_TORCH,
     OPERATOR,
-    WAIT,
+    Phase,
     StepGraph,
+    is_collective,
     mutated_args,
+    operands,
     storage_roots,
 )
+
+# Operators of other libraries whose code was read: products of the experts of a Transformers model.
+DRAW_NOTHING = ("transformers.grouped_mm_fallback.default",
+                "transformers.grouped_mm_fallback_backward.default")
 
 
 def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
@@ -41,7 +47,7 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
         needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
         for root in {r for argument in mutated_args(node) for r in roots[argument]}:
             needs += touched.pop(root, [])  # rule 2; what came before those they need themselves
-        for root in {r for a in (node, *node.all_input_nodes) for r in roots[a]}:
+        for root in {r for a in (node, *operands(node)) for r in roots[a]}:
             touched.setdefault(root, []).append(node)
         if is_random(node):
             needs += [drew] if drew else []  # rule 3
@@ -53,11 +59,31 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
     return before
 
 
+def updates_early(step: StepGraph) -> list[fx.Node]:
+    """The computing nodes with each of the update as soon as it can run; what needs nothing of forward
+    and backward waits for its first reader. It depends on no sizes: ranks with fewer rows agree.
+    """
+    before = predecessors(step)
+    order = list(before)
+    place = {node: i for i, node in enumerate(order)}
+    ready: dict[fx.Node, int] = {}  # the last node of forward and backward that must have run
+    after: dict[fx.Node, int] = {}  # of the update, by what needs it
+    for node in order:
+        update = step.phase(node) is Phase.UPDATE
+        ready[node] = max((ready[b] for b in before[node]), default=-1) if update else place[node]
+    for node in reversed(order):
+        if ready[node] < 0:
+            ready[node] = after.get(node, -1)
+        for b in before[node]:
+            after[b] = min(after.get(b, ready[node]), ready[node])
+    return sorted(order, key=lambda n: (ready[n], step.phase(n) is Phase.UPDATE, place[n]))
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers, or may: PyTorch's operators say so, those of others and
     those with a body of their own (`torch.cond`) do not. An attention without dropout only could."""
     namespace = getattr(node.target, "namespace", None)
-    if namespace not in (None, *OF_TORCH, COLLECTIVES):
+    if namespace not in (None, *OF_TORCH, COLLECTIVES) and str(node.target) not in DRAW_NOTHING:
         return True
     if not (isinstance(node.target, OPERATOR)
             and torch.Tag.nondeterministic_seeded in node.target.tags):
@@ -67,12 +93,6 @@ def is_random(node: fx.Node) -> bool:
         return True
     given = dict(zip(arguments, node.args), **node.kwargs)
     return given.get("dropout_p", 0.0) != 0.0
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
-    return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
-            and str(node.target) != WAIT)
 
 
 def weight(order: list[fx.Node], life: Lifetimes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -41,10 +42,17 @@ class Packed:
 
 
 def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
-               max_error: float | None = None) -> dict[fx.Node, tuple[Packed, ...]]:
-    """For each activation the formats that make it smaller by enough, up to this error."""
+               max_error: float | None = None,
+               instead: Mapping[str, str] = MappingProxyType({})) -> dict[fx.Node, tuple[Packed, ...]]:
+    """For each activation the formats that make it smaller by enough, up to this error; in place of
+    "int4 outliers" what its name has in `instead`."""
     most = 1.0 if max_error is None else max_error
-    made = {node: tuple(_packed(node, form, seconds) for form in forms if FORMATS[form].error <= most)
+
+    def offered(node: fx.Node, forms: tuple[str, ...]) -> dict[str, None]:
+        return dict.fromkeys(instead.get(node.name, f) if f == "int4 outliers" else f for f in forms)
+
+    made = {node: tuple(_packed(node, form, seconds) for form in offered(node, forms)
+                        if FORMATS[form].error <= most)
             for node, forms in found.formats.items() if nbytes(node.meta["val"]) >= SMALLEST}
     small = {node: tuple(p for p in ways if p.nbytes <= LARGEST * nbytes(node.meta["val"]))
              for node, ways in made.items()}

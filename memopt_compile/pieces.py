@@ -20,6 +20,7 @@ Rules:
    into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
    tensors that stay what they are.
 6. Collectives and their readers are in one piece: a result on its way is not handed over.
+7. Where the step may be taken back (`finiteness`) there is a cut, and the program looks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from .finiteness import REQUIRE_FINITE
 from .ordering import is_collective
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 
@@ -69,7 +71,8 @@ def is_host(node: fx.Node) -> bool:
     """Whether the program runs `node` itself, between the pieces (rule 4)."""
     of_a_number = str(node.target) == "aten.scalar_tensor.default" and bool(node.all_input_nodes)
     return node.op == "call_function" and (
-        str(node.target) in _HOST or of_a_number or _SLICED in node.meta)
+        str(node.target) in _HOST or of_a_number or _SLICED in node.meta
+        or node.target is REQUIRE_FINITE)
 
 
 def mark_slices(step: StepGraph) -> None:
@@ -137,9 +140,8 @@ def can_cut(step: StepGraph) -> bool:
             value = constant(step, node) if node.op == "get_attr" else node.meta.get("val")
             if not isinstance(value, Tensor) or _symbolic(value):
                 return False
-        elif not isinstance(node.target, _OPERATOR) and node.target is not operator.getitem:
-            return False
-        elif _symbolic(node.meta.get("val")):
+        elif (not isinstance(node.target, _OPERATOR) and node.target is not operator.getitem
+              or _symbolic(node.meta.get("val"))):
             return False
     return True
 
@@ -223,8 +225,7 @@ def _crossing(count: int, reads: list[tuple[int, int]], sizes: np.ndarray,
 def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
           high: int) -> list[int]:
     """Cuts of [low, high): around each turn of its longest repetition, and so on outside it."""
-    found = longest_repetition(labels[low:high])
-    if found is None:
+    if (found := longest_repetition(labels[low:high])) is None:
         return _split(crossing, low, high)
     start, period, length = found
     start, turns = _align(crossing(period), low + start, period, length)
@@ -285,7 +286,10 @@ def pieces(step: StepGraph) -> list[Piece]:
     own operators and results, still read."""
     mark_slices(step)
     nodes = body(step)
-    points = [0, *cut_points(nodes), len(nodes)]
+    placed = {*nodes, *step.graph.find_nodes(op="call_function", target=REQUIRE_FINITE)}  # one look at most
+    looks = [i for i, n in enumerate(filter(placed.__contains__, step.graph.nodes))
+             if n.target is REQUIRE_FINITE]
+    points = sorted({0, *cut_points(nodes), *looks, len(nodes)})
     stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
     drafts = [_draft(stretch) for stretch in stretches]
     wanted = {n for inputs, _ in drafts for n in inputs} | program_reads(step)
@@ -295,21 +299,18 @@ def pieces(step: StepGraph) -> list[Piece]:
 
 def program_reads(step: StepGraph) -> set[fx.Node]:
     """Values that the program between the pieces reads: for results, numbers and seeds."""
-    hosts = [n for n in step.graph.nodes if is_host(n) or n.op == "output"]
-    reads = {s for n in hosts for s in sources(n)}
-    return reads | {root(n) for n in reads}
+    reads = {s for n in step.graph.nodes if is_host(n) or n.op == "output" for s in sources(n)}
+    return reads | set(map(root, reads))
 
 
 def one_piece(step: StepGraph) -> Piece:
     """The whole step as one piece, its inputs and results as they are."""
     graph, env = fx.Graph(), {}
     results = graph.graph_copy(step.graph, env)
-    outputs = tuple(step.graph.output_node().args[0])
     graph.output(tuple(results))
-    inputs = tuple(step.placeholders)
     key = None if not can_cut(step) or step.graph.find_nodes(op="get_attr") else _key(graph)
-    first = next(iter(step.computing()), None)
-    return Piece(fx.GraphModule(step.module, graph), inputs, outputs, key, first)
+    return Piece(fx.GraphModule(step.module, graph), tuple(step.placeholders),
+                 tuple(step.graph.output_node().args[0]), key, next(iter(step.computing()), None))
 
 
 Draft = tuple[list[fx.Node], tuple[fx.Graph, dict[fx.Node, fx.Node]]]

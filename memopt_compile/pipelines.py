@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from .liveness import Workspace, no_workspace, timeline
 from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.canonicalize import Canonicalize
+from .passes.cast_before_gather import CastBeforeGather
 from .passes.channels_last import ChannelsLast
+from .passes.check_finite import CheckFinite
 from .passes.chunk_logits import ChunkLogits
 from .passes.compress import Compress
+from .passes.dequantize_on_use import DequantizeOnUse
+from .passes.gather_again import GatherAgain
 from .passes.honour_checkpoints import HonourCheckpoints
+from .passes.keep_parameters import KeepParameters
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
+from .passes.reduce_once import ReduceOnce
 from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
 from .passes.replay_dropout import ReplayDropout
@@ -32,20 +39,32 @@ from .rematerialization import Means
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
+NO_FORMATS: Mapping[str, str] = MappingProxyType({})
+
 
 def default(options: Options, lowering: str, limit_bytes: int | None = None,
-            device: torch.device | None = None) -> tuple[StepPass, ...]:
+            device: torch.device | None = None, free: bool = True, smallest: bool = True,
+            formats: Mapping[str, str] = NO_FORMATS) -> tuple[StepPass, ...]:
     """The passes that `options` ask for. Read it as the story of what happens to a step.
 
-    `limit_bytes` is what its peak shall not exceed on `device`.
+    `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what
+    runs again; with `smallest` a plan is taken even if none fits. `formats` by an activation's name are
+    offered in place of "int4 outliers".
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
-    means = Means(options.recompute, options.compress, options.max_gradient_error)
-    plan = partial(PlanMemory, limit_bytes, device, means, costs=options.costs)
+    means = Means(options.recompute, options.compress, options.max_gradient_error,
+                  tuple(sorted(formats.items())))
+    plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
+        # ZeRO: each gradient is communicated once, in stage 1 for all micro-batches together.
+        (options.zero > 0, partial(ReduceOnce, across=options.zero == 1)),
+        # Whole parameters stay, and are gathered behind their update, or they come and go.
+        (options.zero in (1, 2), KeepParameters),
+        (options.zero == 3, CastBeforeGather),
+        (options.zero == 3, GatherAgain),
         # What the user checkpoints is computed again. (Dropout by PyTorch's own operator can run again
         # once its mask is drawn apart.)
         (eager, ReplayDropout),
@@ -54,9 +73,11 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (options.accumulate == "optimizer_states", AccumulateInStates),
         # A state that several gradients enter is written after each, which then dies.
         (True, WriteBackEarly),
+        # Parameters in low precision are decoded by each reader for itself.
+        (True, DequantizeOnUse),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
-        (options.recompute, RematerializeFree),
+        (free and options.recompute, RematerializeFree),
         # Convolutions that would copy every operand into channels-last get it so. What is alive
         # beside them is settled now, so that their workspace can be seen to matter.
         (True, ChannelsLast),
@@ -82,8 +103,48 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # that lets other buffers die in time to be written into.
         (eager, ScheduleForPeak),
         (eager, ReuseBuffers),
+        # What few bits cannot hold has the step taken back, before it has written anything.
+        (held and options.compress is not None, CheckFinite),
     ]
     return tuple(make() for wanted, make in story if wanted)
+
+
+def rewritten(
+    step: StepGraph,
+    options: Options,
+    lowering: str,
+    workspace: Workspace,
+    limit_bytes: int | None = None,
+    device: torch.device | None = None,
+    observe: Callable[[str, StepGraph], None] | None = None,
+    formats: Mapping[str, str] = NO_FORMATS,
+) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+    """The step after the `default` passes, and their records. `step` may be changed.
+
+    What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
+    at once, and the planner does not take them back. Then all of it is left to the planner. If nothing
+    fits either way, the smaller peak of both is taken.
+    """
+    apply = partial(run, costs=workspace, workspace=workspace, observe=observe)
+    chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
+    if limit_bytes is None or not options.recompute:
+        return step, apply(step, chosen())
+    found = []
+    for free, smallest in ((True, False), (False, True), (True, True)):
+        twin = step.copy()
+        records = apply(twin, chosen(free=free, smallest=smallest))
+        peak = timeline(twin, workspace).peak_bytes
+        found.append((peak, twin, records))
+        if peak <= limit_bytes:
+            break
+    return min(found, key=lambda each: each[0])[1:]
+
+
+def behind_compression(options: Options, lowering: str, limit_bytes: int,
+                       device: torch.device) -> tuple[StepPass, ...]:
+    """Those of the `default` passes that follow `Compress`."""
+    passes = default(options, lowering, limit_bytes, device)
+    return passes[[type(each) for each in passes].index(Compress) + 1:]
 
 
 def run(

@@ -40,7 +40,10 @@ simulation, not by the model. HiGHS (through scipy) proves the gap of its last s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +56,12 @@ from .rematerialization import NEVER, Problem, latest_runs, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
+PROBES = 6  # of them to find out whether a limit can be kept at all
 RESOLUTION = 0.02  # of the smallest peak
 GAP = 0.005
-SECONDS = 10.0  # for one solution
+COARSE = 0.1  # the gap while positions are still missing
+NODES = 100  # of the search tree for one solution
+SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
 
 
@@ -79,7 +85,12 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int]) -> Solut
     """
     if max(problem.live, default=0) <= limit_bytes:
         return Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    return _cheapest(_Model(problem, groups), limit_bytes)
+    model, slack = _Model(problem, groups), dict.fromkeys(_positions(problem), 0)
+    rough = _nearest(model, limit_bytes, slack, COARSE)
+    if rough is None or rough.peak_bytes > limit_bytes:
+        return None
+    fine = _nearest(model, limit_bytes, slack, GAP)
+    return fine if fine and fine.peak_bytes <= limit_bytes else rough
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
@@ -90,32 +101,35 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     """
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
     model = _Model(problem, groups)
-    relaxed = model.solve(dict.fromkeys(_positions(problem), 0), None, relaxed=True)
+    relaxed = model.solve(dict.fromkeys(_positions(problem), 0), None, GAP, relaxed=True)
     low = relaxed[3] if relaxed else 0
     while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
         middle = min(int((low * best.peak_bytes) ** 0.5), int(1.25 * low)) + 1
-        found = _cheapest(model, middle)
-        if found is None:
+        found = _nearest(model, middle, dict.fromkeys(_positions(problem), 0), COARSE, PROBES)
+        if found is None or found.peak_bytes > middle:
             low = middle
-        else:
+        if found and found.peak_bytes < best.peak_bytes:
             best = found
     return best
 
 
-def _cheapest(model: _Model, limit: int) -> Solution | None:
-    """Solve, simulate and add positions until the plan fits."""
-    problem = model.problem
-    slack: dict[int, int] = dict.fromkeys(_positions(problem), 0)
-    for _ in range(ROUNDS):
-        solved = model.solve(slack, limit)
+def _nearest(model: _Model, limit: int, slack: dict[int, int], gap: float,
+             rounds: int = ROUNDS) -> Solution | None:
+    """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
+    to it, None if not even the program has one."""
+    problem, nearest = model.problem, None
+    for _ in range(rounds):
+        solved = model.solve(slack, limit, gap)
         if solved is None:
-            return None
-        again, packed, gap, _ = solved
+            break
+        again, packed, proved, _ = solved
         outcome = simulate(problem, again, packed)
+        if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
+            nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), proved, packed)
         if outcome.peak_bytes <= limit:
-            return Solution(again, outcome.peak_bytes, problem.cost(again, packed), gap, packed)
+            break
         _tighten(slack, outcome.live, outcome.at, limit)
-    return None
+    return nearest
 
 
 def _positions(problem: Problem) -> Iterable[int]:
@@ -136,6 +150,20 @@ def _tighten(slack: dict[int, int], live: Sequence[int], at: Sequence[int], boun
             worst[stretch] = size - bound, position
     for excess, position in worst.values():
         slack[position] = slack[position] + excess if position in slack else 0
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """HiGHS tells the process's output, past Python, when it has to repair a solution."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @dataclass
@@ -200,7 +228,7 @@ class _Model:
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
 
-    def solve(self, slack: dict[int, int], limit: int | None, relaxed: bool = False
+    def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
         """(operations to run again, values to pack, gap, modelled peak bytes), or None if nothing fits.
 
@@ -215,13 +243,13 @@ class _Model:
             low[self.fits[position]] += less / self.unit
         columns = self.peak + 1 + len(self.chains)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
-        # k and d too, or HiGHS repairs its solutions and prints so
         integral[:self.peak] = not relaxed
         upper[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
-        found = milp(cost, integrality=integral, bounds=Bounds(0, upper),
-                     constraints=LinearConstraint(self.rows.matrix(columns), lb=low),
-                     options={"mip_rel_gap": GAP, "time_limit": SECONDS})
+        with _silent():
+            found = milp(cost, integrality=integral, bounds=Bounds(0, upper),
+                         constraints=LinearConstraint(self.rows.matrix(columns), lb=low),
+                         options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS})
         if found.x is None:
             return None
         chosen = {i for i in range(self.kept) if found.x[i] > 0.5}

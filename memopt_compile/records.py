@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, compat_trace, devices, dumping
+from .adaptation import Replan
 from .errors import OptionError
 from .liveness import Timeline
 from .measure import measure
@@ -37,7 +38,9 @@ class Compilation:
     the lowering generated; `captured` is the step before any pass, kept for a `frontier`;
     `folder` is where `dump` wrote; `largest_difference` is that of the first step from eager, and
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
-    `versions` has the step before and after it was compressed.
+    `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
+    what few bits cannot hold and were run by the program `exact`; `history` has the plans that
+    `options.adapt` has brought.
     """
 
     kind: str
@@ -56,6 +59,9 @@ class Compilation:
     largest_difference: float | None = None
     gradient_error: GradientError | None = None
     versions: dict[str, StepGraph] = field(default_factory=dict)
+    exact: Callable[[list], Any] | None = field(default=None, repr=False)
+    taken_back: int = 0
+    history: list[Replan] = field(default_factory=list)
     pieces: Any = None
     texts: dict[str, str] = field(default_factory=dict)
     program: str | None = None
@@ -112,7 +118,7 @@ class Compilation:
     def _measure(self, run: Callable[[list], Any], inputs: list) -> Any:
         if self.device.type != "cuda":
             measurement = measure(run, inputs, resident=())
-            self.measured_peak_bytes = measurement.peak_bytes
+            self.measured_peak_bytes = max(measurement.peak_bytes, self.measured_peak_bytes or 0)
             return measurement.result
         # The allocator counts anyway. Its peak is not reset, because the user may be reading it:
         # a first run that stays below an earlier peak goes unmeasured.

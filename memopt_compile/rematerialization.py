@@ -41,11 +41,13 @@ NOTHING: Mapping[int, Packed] = MappingProxyType({})
 @dataclass(frozen=True)
 class Means:
     """What the user allows: that operators run `again`; the lossy formats of this `compress` option, up
-    to `max_error` in each. Formats that lose nothing always are."""
+    to `max_error` in each. Formats that lose nothing always are. `instead` has pairs of an activation's
+    name and the format that takes the place of "int4 outliers" for it (`adaptation`)."""
 
     again: bool = True
     compress: str | None = None
     max_error: float | None = None
+    instead: tuple[tuple[str, str], ...] = ()
 
 
 ALL_EXACT = Means()
@@ -112,7 +114,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
     """The values and operations of `step` that can be chosen from with these `means`."""
     workspace = workspace or no_workspace
     tolerated = sensitivity(step, means.compress)
-    packed = candidates(tolerated, seconds, means.max_error)
+    packed = candidates(tolerated, seconds, means.max_error, dict(means.instead))
     order, life = list(step.computing()), lifetimes(step.graph)
     roots = storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]

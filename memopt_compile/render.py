@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from . import timeline as drawing
+from .adaptation import Replan
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
@@ -79,6 +80,8 @@ class Report:
         formula: with dynamic shapes, the peak bytes of the schedule in its sizes, a sympy
             expression; `sizes` has what they were. Other bytes are of these sizes.
         plan: what becomes of each activation, where the budget needed a decision.
+        taken_back: steps with activations that are not finite, which ran again without compression.
+        history: when and why `adapt` has planned again, and what came of it.
     """
 
     kind: str
@@ -103,6 +106,8 @@ class Report:
     formula: Any = None
     sizes: dict[Any, int] = field(default_factory=dict)
     plan: MemoryPlan | None = None
+    taken_back: int = 0
+    history: tuple[Replan, ...] = ()
 
     @classmethod
     def of(cls, record: Compilation, others: Sequence[Compilation] = ()) -> Report:
@@ -133,6 +138,8 @@ class Report:
             formula=peak_formula(step) if sizes else None,
             sizes=sizes,
             plan=step.plan if step else None,
+            taken_back=record.taken_back,
+            history=tuple(record.history),
         )
 
     @property
@@ -182,6 +189,10 @@ class Report:
             rows.append(("budget", format_bytes(self.budget_bytes)))
         if self.plan is not None:
             rows.append(("plan", str(self.plan)))
+        rows += [("planned again", str(each)) for each in self.history]
+        if self.taken_back:
+            rows.append(("taken back", f"{self.taken_back} steps with activations that are not finite ran "
+                                       "again without compression"))
         if self.largest_difference is not None:
             rows.append(("verified", f"{self.largest_difference:.1e} from eager, relative"))
         if self.gradient_error is not None:

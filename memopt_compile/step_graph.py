@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .collectives import COLLECTIVES, OPERATOR, WAIT, first_read_too_early, is_collective, operands
 from .compat_trace import hinted
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
 
+__all__ = ["COLLECTIVES", "OPERATOR", "WAIT", "is_collective", "operands"]  # of `collectives`, for others
+
 # What a node that a pass makes has of the one that it stands for: `checkpoint` sets the last two.
 _INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 _OURS = os.path.dirname(__file__) + os.sep
-OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 OF_TORCH = ("aten", "prims", "inductor", "mkldnn", "memopt")  # namespaces of operators that compute and say how
-COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
-WAIT = "_c10d_functional.wait_tensor.default"  # .. and of waiting for their results
 
 
 class Role(enum.Enum):
@@ -60,13 +60,28 @@ class Input:
     trained: bool = False
 
 
+@dataclass(frozen=True)
+class Window:
+    """Of the sharded parameter that is the input `full`, the input `rows` has those of this rank, from
+    row `start`: the same bytes. `each` is what a rank has (the last ones fewer), `group` its ranks.
+    """
+
+    rows: str
+    full: str
+    start: int
+    each: int
+    ranks: int
+    group: str
+
+
 @dataclass
 class StepGraph:
     """A captured step.
 
     ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
     computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
-    with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked.
+    with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked;
+    ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them.
     """
 
     module: fx.GraphModule
@@ -75,6 +90,7 @@ class StepGraph:
     gradients: dict[fx.Node, int] = field(default_factory=dict)
     kind: str = "step"
     plan: MemoryPlan | None = None
+    windows: tuple[Window, ...] = ()
 
     def copy(self) -> StepGraph:
         """The same step with a graph of its own, whose nodes have the same names."""
@@ -174,6 +190,10 @@ class StepGraph:
         if lost:
             raise VerifyError(f"nodes without a phase: {', '.join(lost[:5])}",
                               do="a pass that adds nodes says which phase they are in")
+        early = first_read_too_early(self.graph)
+        if early is not None:
+            raise VerifyError(f"the result of {early.name} is read before it has come",
+                              where=source_line(early), do="read it behind a wait_tensor of it")
         stale_read = first_stale_read(self.graph)
         if stale_read is not None:
             read, write = stale_read
@@ -322,7 +342,7 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     writer: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         written = {r for a in mutated_args(node) for r in roots[a]}
-        for argument in node.all_input_nodes:
+        for argument in operands(node):
             for root in roots[argument]:
                 # Returning an updated input as a result is how a step hands it back.
                 if seen[argument].get(root, 0) != version.get(root, 0):

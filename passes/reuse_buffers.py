@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from memopt_compile.collectives import readers
 from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
 from memopt_compile.step_pass import StepPass
 
@@ -243,7 +244,7 @@ class _Buffers:
         return latest if _geometry(latest) == _geometry(value) else value
 
     def _touches(self, members: set[fx.Node]) -> set[int]:
-        return {self.position[t] for m in members for t in (m, *m.users)}
+        return {self.position[t] for m in members for t in (m, *readers(m))}
 
     def _move(self, node: fx.Node, root: fx.Node) -> None:
         for member in self.members.pop(node):

@@ -51,7 +51,7 @@ def test_wrong_unit():
 
 
 def test_planned_feature_is_refused():
-    _, step, batch = training(zero=1)
+    _, step, batch = training(offload=True)
     with pytest.raises(memopt.OptionError, match="planned"):
         step(*batch)
 

@@ -21,13 +21,13 @@ LONGEST = 400  # lines
 # From the bottom up: a module imports from its own layer or from those above it in this list.
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
-    {"errors", "options", "memory_plan", "compat", "compat_dynamo", "compat_inductor", "compat_loop", "compat_trace"},
-    {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed"},
-    {"liveness", "stand_ins", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "packing", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "pieces", "formulas", "structure", "loops", "folding", "rowwise", "row_regions"},
+    {"errors", "options", "memory_plan", "compat", "compat_dynamo", "compat_inductor", "compat_loop", "compat_subclass", "compat_trace"},
+    {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed", "collectives"},
+    {"liveness", "stand_ins", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "dequantizing", "finiteness", "packing", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "pieces", "formulas", "structure", "loops", "folding", "rowwise", "row_regions"},
     {"step_pass"},
     {"passes", "backends"},
-    {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "build", "pipelines", "report", "records", "render", "dumping", "explaining", "frontier", "fitting", "bench", "verification"},
-    {"driver", "api"},
+    {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "build", "zero", "pipelines", "report", "records", "render", "dumping", "explaining", "frontier", "fitting", "bench", "verification", "programs"},
+    {"driver", "api", "low_precision"},
     {"__init__", "__main__"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

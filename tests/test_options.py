@@ -45,7 +45,7 @@ ACCEPTED = {
     "offload": [False, True],
     "accumulate": ["gradients", "optimizer_states"],
     "zero": [0, 1, 2, 3],
-    "adapt": [False, True],
+    "adapt": [False],  # True needs more: tests/test_adaptation.py
     "costs": ["roofline", "measured"],
     "lowering": ["inductor", "eager"],
     "verify": [False, True],
@@ -101,7 +101,7 @@ def test_message_names_what_is_accepted(options, words):
 
 @pytest.mark.parametrize(
     "options",
-    [{"offload": True}, {"zero": 1}, {"adapt": True}],
+    [{"offload": True}],
 )
 def test_unbuilt_features_are_refused(options):
     with pytest.raises(OptionError, match="planned and not in this version") as caught:
@@ -111,7 +111,7 @@ def test_unbuilt_features_are_refused(options):
 
 def test_built_features_are_not_refused():
     refuse_unbuilt(Options(memory_budget="6GiB", recompute=False, lowering="eager", verify=True,
-                             compress="int4", accumulate="optimizer_states"))
+                             compress="int4", accumulate="optimizer_states", zero=3))
 
 
 @pytest.mark.parametrize(

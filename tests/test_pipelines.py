@@ -1,15 +1,22 @@
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from memopt_compile import pipelines
+from memopt_compile.costs import workspace
 from memopt_compile.errors import PassError, VerifyError
+from memopt_compile.liveness import timeline
 from memopt_compile.options import Options
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph
 from memopt_compile.step_pass import Numerics, PassRecord, StepPass
+
+sys.path.insert(0, str(Path(__file__).parent / "passes"))
+from graphs import training_step  # noqa: E402
 
 
 def small_step() -> StepGraph:
@@ -106,6 +113,7 @@ def test_the_default_story(lowering):
         *(["replay_dropout"] if lowering == "eager" else []),
         "honour_checkpoints",
         "write_back_early",
+        "dequantize_on_use",
         "rematerialize_free",
         "channels_last",
         "release_gradients",
@@ -135,3 +143,28 @@ def test_the_story_under_a_budget(lowering):
 
 def test_a_record_without_changes_says_so():
     assert PassRecord("x", (), 1, 1, 0.0).row()[2] == "same operators"
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return x + self.norm(nn.functional.softplus(self.linear(x)))
+
+
+def test_what_is_free_gives_way_to_a_tight_budget():
+    """Layers that add to their input: the chain of sums can run again for free, and is then whole at the
+    beginning of backward."""
+    step = training_step(nn.Sequential(*(Adding() for _ in range(6)), nn.Linear(32, 4)).double(),
+                         batch=512, lowering="inductor")
+    costs, options, device = workspace(step, "inductor"), Options(), torch.device("cpu")
+    before = timeline(step, costs)
+    limit = before.resident_bytes + 6 * (before.peak_bytes - before.resident_bytes) // 10
+    free = step.copy()
+    pipelines.run(free, pipelines.default(options, "inductor", limit, device), costs=costs, workspace=costs)
+    assert not free.plan.fits
+    found, records = pipelines.rewritten(step, options, "inductor", costs, limit, device)
+    assert found.plan.fits and timeline(found, costs).peak_bytes <= limit
+    assert "rematerialize_free" not in {r.name for r in records}

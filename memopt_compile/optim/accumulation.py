@@ -30,6 +30,7 @@ class Accumulating(Optimizer):
     micro-batch is skipped, for the parameters concerned; such a step is not captured whole.
     """
 
+    keeps_gradients = False
     ranks = 1  # processes that share a mini-batch
 
     @torch.no_grad()

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options, State
+from .base import Options, State
+from .gradients import LowPrecisionGradients
 
 
-class Adam(Optimizer):
+class Adam(LowPrecisionGradients):
     """`torch.optim.Adam`, one parameter at a time.
 
     Args:

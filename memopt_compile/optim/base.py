@@ -16,6 +16,7 @@ that training changes makes a compiled step compile again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -23,16 +24,19 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
-from ..quantization.formats import FORMATS
+from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import Rounded
 from .loading import checked, restore
 from .low_bit import (
     CORRECTION,
+    DRAWS,
+    GRADIENT,
     SMALL,
     Formats,
     State,
     compressed,
     expanded,
+    formats_of,
     precise,
     read,
     read_weight,
@@ -46,7 +50,7 @@ Options = Mapping[str, Any]
 # How torch's classes can be told to run their update. Here it is always one tensor at a time.
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32,
-          "weight_bits": None, "rounding_seed": 0, **FLAGS}
+          "weight_bits": None, "gradient_bits": 32, "rounding_seed": 0, **FLAGS}
 OF_WEIGHTS = 0x5A3C  # what a seed is changed by, so that weights and moments draw other numbers
 INSTEAD = {
     "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
@@ -75,8 +79,9 @@ class Optimizer(torch.optim.Optimizer):
                 rounded at random to bfloat16, or to 24 bits of which the parameter has the upper
                 16 and the state `correction` the others. Full precision of states is then
                 float32. Fixed as `state_bits`.
+            gradient_bits: 32 or 8: see `LowPrecisionGradients`. Fixed as `state_bits`.
             rounding_seed: an integer that, with the step and the element, decides the rounding.
-            foreach, fused, capturable, differentiable: of torch's classes, refused if on.
+            foreach, fused, capturable, differentiable: refused if on.
         defaults: the algorithm's own settings. A group may have its own value of any.
 
     A parameter without a gradient is left alone, and its steps are not counted.
@@ -92,6 +97,8 @@ class Optimizer(torch.optim.Optimizer):
     """Settings by which a checkpoint is known as one of this algorithm."""
     state_names: ClassVar[frozenset[str]]
     """Every name that the state of a parameter may have."""
+    keeps_gradients: ClassVar[bool] = False
+    """It takes `gradient_bits`."""
     moments: ClassVar[Mapping[str, bool]] = {}
     """The states that `state_bits` is for, and whether they may be negative."""
 
@@ -123,6 +130,10 @@ class Optimizer(torch.optim.Optimizer):
             raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 16, 8 or 4")
         if group["weight_bits"] not in (None, 16, 24):
             raise self.error(f"weight_bits is {group['weight_bits']}", "choose None, 16 or 24")
+        if group["gradient_bits"] not in (32, 8):
+            raise self.error(f"gradient_bits is {group['gradient_bits']}", "choose 32 or 8")
+        if group["gradient_bits"] != 32 and not self.keeps_gradients:
+            raise self.error("it has no gradients to keep in few bits", "leave gradient_bits out")
         if not 0 <= group["rounding_seed"] < 2**32:
             raise self.error(f"rounding_seed is {group['rounding_seed']}",
                              "choose an integer from 0 to 2**32 - 1")
@@ -138,6 +149,9 @@ class Optimizer(torch.optim.Optimizer):
         """Refuse a parameter that this algorithm cannot train with the group's settings."""
         if p.is_complex():
             raise self.error("a parameter is complex", "give torch.view_as_real of it")
+        if isinstance(p, LowPrecisionTensor) and not self.elementwise:
+            raise self.error("it cannot train parameters in low precision",
+                             "use SGD, Adam, AdamW or AdamA, or skip= in quantize_parameters_")
 
     # ------------------------------------------------------------------ for their use
 
@@ -183,25 +197,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def formats(self, p: Tensor, group: Options) -> Formats:
         """The formats of the moments of `p` that are not in full precision."""
-        if group["state_bits"] == 32 or p.numel() < SMALL:
-            return {}
-        if group["state_bits"] == 16:
-            form = Rounded(group["rounding_seed"])
-            return {name: form for name, signed in self.moments.items() if signed}
-        return {name: FORMATS[group["state_bits"], signed]
-                for name, signed in self.moments.items()}
+        return formats_of(p, group, self.moments)
 
     @staticmethod
     def weight_format(p: Tensor, group: Options) -> Rounded | None:
         """How a parameter is stored that is updated in float32; None for one updated as it is."""
-        if group["weight_bits"] is None or p.dtype != torch.bfloat16:
+        if (group["weight_bits"] is None or p.dtype != torch.bfloat16
+                or isinstance(p, LowPrecisionTensor)):
             return None
         return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"])
 
     def first_state(self, p: Tensor, group: Options) -> State:
         """`new_state`, with what random rounding and 24 bits need."""
-        form = self.weight_format(p, group)
-        state = self.new_state(p if form is None else torch.empty_like(p, dtype=precise(p)), group)
+        form, low = self.weight_format(p, group), isinstance(p, LowPrecisionTensor)
+        like = p if form is None and not low else torch.empty_like(p, dtype=precise(p))
+        state = self.new_state(like, group)
+        if low and group["gradient_bits"] != 32:
+            state[GRADIENT] = torch.zeros_like(like)
+        if low and p.form.seed is not None:
+            state[DRAWS] = p.draws.clone()  # from where the parameter is: each draws other numbers
         if "step" not in state and (form is not None or (
                 group["state_bits"] == 16 and state.keys() & self.formats(p, group).keys())):
             state["step"] = self.no_steps()
@@ -212,7 +226,12 @@ class Optimizer(torch.optim.Optimizer):
     def in_blocks(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
         """A parameter, and what has its shape, in the blocks of the moments, if all have some, for an
         elementwise update: so that loops over parameter and moments can be fused.
+        A low-precision parameter and its gradient come in the type of the arithmetic.
         """
+        if isinstance(p, LowPrecisionTensor):
+            if not torch.compiler.is_compiling():
+                p, others = p.as_vector(), tuple(other.reshape(-1) for other in others)
+            return [p, *(other.to(precise(p)) for other in others)]
         formats = self.formats(p, group)
         if not (formats and self.moments.keys() <= formats.keys() and p.is_contiguous()):
             return [p, *others]
@@ -223,7 +242,9 @@ class Optimizer(torch.optim.Optimizer):
     def block(self, p: Tensor, group: Options) -> int:
         """Of how many elements the slabs of `p` are whole multiples."""
         forms = [*self.formats(p, group).values(), self.weight_format(p, group)]
-        return max([form.block for form in forms if form is not None], default=1)
+        if isinstance(p, LowPrecisionTensor):
+            forms.append(p.form)
+        return math.lcm(*(form.block for form in forms if form is not None))
 
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
@@ -295,9 +316,11 @@ class Optimizer(torch.optim.Optimizer):
                  change: Callable[[Slab | None, State], None]) -> None:
         """`change` every slab of a state in place, by its tensors in full precision."""
         formats = self.formats(p, group)
+        if DRAWS in state:
+            state[DRAWS].add_(1)
         for slab in self.slabs(p, group):
             part = {name: read(state, name, p, slab, formats) for name in state
-                    if name != CORRECTION and not name.endswith("_scale")
+                    if name not in (CORRECTION, GRADIENT) and not name.endswith("_scale")
                     and isinstance(state[name], Tensor)}
             change(slab, part)
             for name in formats:

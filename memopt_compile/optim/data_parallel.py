@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantization.parameters import LowPrecisionTensor
 from .base import Options
 from .low_bit import compressed, precise, read, write
 from .slabs import Slab, cut, sliced
@@ -63,6 +64,9 @@ def check_alike(optimizer: AdamA, groups: Sequence[Options]) -> None:
     Values are compared by their norms: an equal seed or a broadcast makes them equal, and a
     different start, which nothing would ever correct, is far from it.
     """
+    if any(isinstance(p, LowPrecisionTensor) for group in groups for p in group["params"]):
+        raise optimizer.error("states of low-precision parameters cannot be summed over ranks",
+                              "leave process_group out, or memopt.quantize_parameters_")
     shapes, norms = [], []
     for group in groups:
         settings = {name: float(value) if torch.is_tensor(value) else value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .low_bit import CORRECTION, compressed
+from .low_bit import CORRECTION, DRAWS, GRADIENT, compressed
 
 if TYPE_CHECKING:
     from .base import Optimizer
@@ -24,7 +24,7 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
             saved = state_dict["state"].get(index) or {}
             saved = {name: value for name, value in saved.items() if value is not None}
             if saved:
-                like = torch.empty_like(p, device="meta")
+                like = p.detach().to("meta")
                 yield group, p, saved, optimizer.first_state(like, {**optimizer.defaults, **group})
 
 
@@ -40,9 +40,10 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
         optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
     for _, _, saved, new in saved_parameters(optimizer, state_dict):
-        strange = saved.keys() - optimizer.state_names - {"step", CORRECTION}
+        ours = {"step", CORRECTION, DRAWS, GRADIENT}
+        strange = saved.keys() - optimizer.state_names - ours
         # torch's SGD counts no steps: where it has a buffer it has taken one.
-        missing = new.keys() - saved.keys() - {"step", CORRECTION}
+        missing = new.keys() - saved.keys() - ours
         if strange or missing:
             names = ", ".join(sorted(strange or missing))
             raise optimizer.error(f"the checkpoint has {'a' if strange else 'no'} state {names}",
@@ -54,7 +55,7 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
                                       f"parameter's {tuple(value.shape)}", remedy)
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group, mine in zip(groups, optimizer.param_groups):
-        for name in ("state_bits", "weight_bits"):  # how things are kept here, no hyperparameters
+        for name in ("state_bits", "weight_bits", "gradient_bits"):  # how things are kept here, no hyperparameters
             group[name] = mine[name]
     return {**state_dict, "param_groups": groups}
 
@@ -67,6 +68,12 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             saved.setdefault(CORRECTION, torch.zeros(p.numel(), dtype=torch.int8))
         else:
             optimizer.state[p].pop(CORRECTION, None)
+        if DRAWS in new:
+            saved.setdefault(DRAWS, p.draws.clone())
+        if GRADIENT in new:
+            saved.setdefault(GRADIENT, torch.zeros_like(p))
+        for name in {DRAWS, GRADIENT, f"{GRADIENT}_scale"} - new.keys() - formats.keys():
+            optimizer.state[p].pop(name, None)
         for name, like in new.items():
             if name in formats:
                 full = saved[name].to(p.device)

@@ -4,6 +4,9 @@ A moment `name` of a parameter is then a vector of codes under that name and one
 ``name_scale``, or one of bfloat16 numbers. Small parameters keep full precision: they need no
 saving, and are the sensitive ones (biases, norms).
 
+The states of a low-precision parameter are as it is: of any size, in groups of its size and, if it
+is, rounded stochastically. Its own codes are read and written here too.
+
 A parameter in bfloat16 that is updated in float32 is read and written the same way. With 24 bits
 the state has what it lacks as a vector of int8, `CORRECTION`.
 """
@@ -17,15 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization.formats import Format, decode, encode
+from ..quantization.formats import FORMATS, LINEAR, Format, Linear, decode
+from ..quantization.operators import dequantize, encode, quantize
+from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import Rounded, joined, rounded, split
-from .slabs import Slab, cut
+from .slabs import Slab, cut, shape_of
 
 SMALL = 4096  # elements
 CORRECTION = "correction"
+GRADIENT = "gradient"  # the sum of the micro-batches so far: see `gradients`
+DRAWS = "draws"  # how often the states have been rounded stochastically
+OF_STATES = {"exp_avg": 0x11C5, "exp_avg_sq": 0x2B39, GRADIENT: 0x5A27}  # each draws other numbers
 
 State = dict[str, Tensor]
-Formats = Mapping[str, Format | Rounded]
+Form = Format | Linear | Rounded
+Formats = Mapping[str, Form]
 
 
 def precise(p: Tensor) -> torch.dtype:
@@ -33,7 +42,33 @@ def precise(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def ranges(form: Format | Rounded, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:
+def formats_of(p: Tensor, group: Mapping[str, Any], moments: Mapping[str, bool]) -> Formats:
+    """The formats of the states of `p` that are not in full precision. Of `moments`, that is of each
+    whether it may be negative, those that `state_bits` is for."""
+    low, bits = isinstance(p, LowPrecisionTensor), group["state_bits"]
+    formats: dict[str, Form] = {}
+    if low and group["gradient_bits"] != 32:
+        formats[GRADIENT] = beside(GRADIENT, LINEAR[group["gradient_bits"]], p)
+    if bits == 32 or p.numel() < SMALL and not low:
+        return formats
+    for name, signed in moments.items():
+        if bits != 16:
+            form = FORMATS[bits, signed]
+            formats[name] = beside(name, form, p) if low else form
+        elif signed:
+            formats[name] = Rounded(group["rounding_seed"])
+    return formats
+
+
+def beside(name: str, form: Format | Linear, p: LowPrecisionTensor) -> Format | Linear:
+    """The format of state `name` of a low-precision parameter."""
+    seed = p.form.seed
+    if seed is not None:
+        seed ^= OF_STATES.get(name, 0x70E3)
+    return form._replace(seed=seed, block=form.block if form.bits == 4 else p.form.block)
+
+
+def ranges(form: Form, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:
     """Where the codes and the scales of a slab along the first dimension are, and its elements."""
     if slab is None:
         return slice(None), slice(None), p.numel()
@@ -46,14 +81,20 @@ def ranges(form: Format | Rounded, p: Tensor, slab: Slab | None) -> tuple[slice,
 def read(state: State, name: str, p: Tensor, slab: Slab | None, formats: Formats) -> Tensor:
     """One slab of a moment: the state's own memory in full precision, else a copy."""
     if name not in formats:
-        return cut(state[name], slab)
+        value = state[name]
+        if isinstance(p, LowPrecisionTensor) and value.dim():
+            value = value.view(p.shape)  # it may have come as a vector
+        return cut(value, slab)
     form = formats[name]
     codes, scales, count = ranges(form, p, slab)
     if isinstance(form, Rounded):
         flat = state[name][codes].to(precise(p))
+    elif isinstance(p, LowPrecisionTensor):
+        parts = [state[name][codes], state[f"{name}_scale"][scales]]
+        flat = dequantize(parts, form.map, form.bits, form.block, [count], precise(p))
     else:
         flat = decode(state[name][codes], state[f"{name}_scale"][scales], form, count, precise(p))
-    return flat.view(cut(p, slab).shape)
+    return flat.view(shape_of(p.shape, slab))
 
 
 def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
@@ -66,13 +107,21 @@ def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
     if isinstance(form, Rounded):
         state[name][codes].copy_(rounded(value, form, whole(state["step"]), codes.start or 0))
     else:
-        new_codes, new_scales = encode(value, form)
+        if isinstance(p, LowPrecisionTensor) and slab is None:
+            draws = state[DRAWS] if DRAWS in state else state[f"{name}_scale"]  # nearest: not read
+            new = quantize(value, draws, form.map, form.bits, form.block, form.seed)
+        else:
+            first = 0 if slab is None else slab.start * math.prod(p.shape[1:])
+            new = encode(value, form, state.get(DRAWS, 0), first)
+        new_codes, new_scales = new
         state[name][codes].copy_(new_codes)
         state[f"{name}_scale"][scales].copy_(new_scales)
 
 
 def read_weight(p: Tensor, state: State, slab: Slab | None, form: Rounded | None) -> Tensor:
     """One slab of a parameter: its own memory without a format, else a copy in float32."""
+    if isinstance(p, LowPrecisionTensor):
+        return p.to(precise(p)).dequantize() if slab is None else p.read(*slab[1:]).to(precise(p))
     part = cut(p, slab)
     if form is None:
         return part
@@ -85,6 +134,14 @@ def read_weight(p: Tensor, state: State, slab: Slab | None, form: Rounded | None
 def write_weight(p: Tensor, value: Tensor, state: State, slab: Slab | None,
                  form: Rounded | None) -> None:
     """Store what `read_weight` gave, after a change in place."""
+    if isinstance(p, LowPrecisionTensor):
+        if slab is None:
+            p.copy_(value)
+            return
+        if slab.start == 0:
+            p.draws.add_(1)
+        p.write(value, slab.start)
+        return
     if form is None:
         return
     (codes, _, _), part = ranges(form, p, slab), cut(p, slab)
@@ -103,7 +160,7 @@ def whole(step: Tensor) -> Any:
 
 
 def compressed(state: State, formats: Formats) -> State:
-    """A state in full precision with its moments encoded, those of 16 bits to the nearest."""
+    """A state in full precision with its moments encoded, to the nearest."""
     result = dict(state)
     for name, form in formats.items():
         if name not in state:
@@ -111,7 +168,7 @@ def compressed(state: State, formats: Formats) -> State:
         if isinstance(form, Rounded):
             result[name] = state[name].reshape(-1).to(torch.bfloat16)
         else:
-            result[name], result[f"{name}_scale"] = encode(state[name], form)
+            result[name], result[f"{name}_scale"] = encode(state[name], form._replace(seed=None))
     return result
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options, State
+from .base import Options, State
+from .gradients import LowPrecisionGradients
 
 
-class SGD(Optimizer):
+class SGD(LowPrecisionGradients):
     """`torch.optim.SGD` with dense gradients, one parameter at a time.
 
     Args:

@@ -53,6 +53,13 @@ def cut(tensor: Tensor, slab: Slab | None) -> Tensor:
     return tensor.narrow(slab.dim, slab.start, slab.length)
 
 
+def shape_of(shape: Sequence[int], slab: Slab | None) -> tuple[int, ...]:
+    """The shape of what `cut` makes of a tensor of this shape, all of whose dimensions it has."""
+    if slab is None:
+        return tuple(shape)
+    return (*shape[:slab.dim], slab.length, *shape[slab.dim + 1:])
+
+
 def kept(value: Callable[[Slab | None], Tensor],
          pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
     """`value` made again for each use of a slab, but once where the only slab is the whole."""

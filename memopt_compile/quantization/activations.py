@@ -18,7 +18,7 @@ Lossy, with the share of the norm that is lost of normal numbers:
     "int4 offset"     x ≈ scale · code + offset, offset = (max + min)/2, scale = (max − min)/16
                       (Adacc's for the results of softmax)
 
-A group with an element that is not finite comes back as NaN throughout.
+A group with an element that is not finite comes back as NaN throughout, and its scale is not finite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,10 +41,12 @@ Parts = Sequence[Tensor]
 @dataclass(frozen=True)
 class Packing:
     """What every format has. `error` is the share that is lost of the norm of normal numbers, 0.0 for
-    a lossless format; `restores` says that decoding gives the elements, if not exactly."""
+    a lossless format; `restores` says that decoding gives the elements, if not exactly; `scales` is
+    the place of a lossy format's scales among its parts."""
 
     error: float = 0.0
     restores: bool = True
+    scales: ClassVar[int] = 1
 
     def unit(self, columns: int) -> int:
         """Whole multiples of so many rows can be encoded by themselves."""
@@ -144,6 +146,7 @@ class Outliers(Packing):
     """
 
     share: float = 1 / 32
+    scales: ClassVar[int] = 3  # behind places, columns and codes
 
     def statistic(self, rows: Tensor) -> Tensor:
         """The sum of magnitudes of each column."""
@@ -161,7 +164,7 @@ class Outliers(Packing):
 
     def decode(self, shared: Parts, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         rows = Groups().decode((), parts[1:], shape, dtype)
-        return rows.index_copy_(1, shared[0].to(torch.int64), parts[0].to(dtype))
+        return rows.index_copy(1, shared[0].to(torch.int64), parts[0].to(dtype))
 
 
 @dataclass(frozen=True)

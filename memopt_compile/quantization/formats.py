@@ -9,18 +9,23 @@ A block of zeros has scale 0.
 The points of a dynamic map are denser the smaller they are: a decade more of range for each bit
 that is spent on it. The maps for non-negative values have no zero: a second moment that is read as
 0 would make an enormous step. In place of 0 the one of 8 bits has the lower end of its range.
+
+Parameters and their gradients are kept in linear formats: see `linear`. A format with a seed rounds
+stochastically (`rounding.moves`): each element to one of the two points around it, and in the mean
+to itself; one without rounds to the nearest.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import arithmetic, tables
+from .rounding import moves, noise
 
 
 class Format(NamedTuple):
@@ -31,6 +36,8 @@ class Format(NamedTuple):
     points: tuple[float, ...]
     decades: int = 0
     """Of a dynamic map. The points of another are at equal distances."""
+    seed: int | None = None
+    """By which it is rounded stochastically; None: to the nearest."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,6 +50,47 @@ class Format(NamedTuple):
         whole, rest = divmod(count, self.block)
         size = self.block * self.bits // 8
         return whole * size + min(rest, size), math.ceil(count / self.block)
+
+    def part_sizes(self, count: int) -> list[int]:
+        """Elements of each part that `encode` makes of `count`."""
+        return list(self.sizes(count))
+
+    @property
+    def map(self) -> str:
+        """The key of its maps, whatever its bits and block."""
+        return "signed" if self.points[0] < 0 else "unsigned"
+
+
+class Linear(NamedTuple):
+    """How a parameter or its gradient is stored: points at equal distances, as many on either side
+    of 0, the code in `bits` of a byte or more (see `linear`), a positive scale for each block."""
+
+    bits: int
+    block: int = 2048
+    seed: int | None = None
+    """By which it is rounded stochastically; None: to the nearest."""
+
+    @property
+    def largest(self) -> int:
+        """The code of the scale itself, B in the points −B/B .. B/B."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.block,)
+
+    def sizes(self, count: int) -> tuple[int, int]:
+        """Bytes of the codes and number of the scales of `count` elements."""
+        return count + math.ceil(count * (self.bits - 8) / 8), math.ceil(count / self.block)
+
+    def part_sizes(self, count: int) -> list[int]:
+        """Elements of each part that `linear.encode` makes of `count`."""
+        codes, scales = self.sizes(count)
+        return [count, codes - count, scales] if self.bits > 8 else [count, scales]
+
+    @property
+    def map(self) -> str:
+        return "linear"
 
 
 def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
@@ -63,12 +111,23 @@ FORMATS = {
     (4, True): Format(4, 128, dynamic_map(4, True), 3),
     (4, False): Format(4, 128, tuple((i + 1) / 16 for i in range(16))),
 }
+# Linear formats by bits.
+LINEAR = {bits: Linear(bits) for bits in (8, 10, 12)}
 
 
-def encode(value: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def form_of(map: str, bits: int, block: int, seed: int | None = None) -> Format | Linear:
+    """The format of these, as operators name it."""
+    form = LINEAR[bits] if map == "linear" else FORMATS[bits, map == "signed"]
+    return form._replace(block=block, seed=seed)
+
+
+def encode(value: Tensor, form: Format, draws: Any = 0, first: int = 0,
+           by: Any = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of all elements in row-major order: uint8, see `Format.shape`; float32.
 
-    Each element gets its nearest point, in float32. NaN and infinite values have none.
+    In float32 each element gets its nearest point, or with a seed one of the two around it, which
+    `draws` (a count, see `rounding.noise`) and its place, from `first` on, decide. NaN and infinite
+    values have none. `by` is `tables` or `arithmetic`: None, what is faster here.
     """
     count = value.numel()
     flat = whole_blocks(value.reshape(-1).to(torch.float32), form.block)
@@ -79,18 +138,36 @@ def encode(value: Tensor, form: Format) -> tuple[Tensor, Tensor]:
         least = blocks.amin(inner, keepdim=True)
         scales = torch.where(scales >= -least, scales, least)
     shares = blocks / torch.where(scales == 0, 1.0, scales)
-    codes = (arithmetic if torch.compiler.is_compiling() else tables).codes(shares, form)
+    codes = (by or _faster()).codes(shares, form)
+    if form.seed is not None:
+        places = torch.arange(first, first + flat.numel(), dtype=torch.int32, device=flat.device)
+        codes = _one_of_two(shares, codes, form, noise(places, form.seed, draws).view(shares.shape))
     if form.bits == 4:
         codes = codes[:, 0] | (codes[:, 1] << 4)
     return codes.view(-1)[:form.sizes(count)[0]], scales.view(-1)
 
 
-def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype) -> Tensor:
+def _one_of_two(shares: Tensor, codes: Tensor, form: Format, drawn: Tensor) -> Tensor:
+    """The codes of the nearest points, or where `drawn` says so those on the other side of a share."""
+    points = arithmetic.of_numbers(codes, form, torch.float32)
+    near = codes.to(torch.int32)
+    other = near + torch.where(shares > points, 1, -1)
+    other = other.clamp(0, len(form.points) - 1)
+    go = moves(shares, points, arithmetic.of_numbers(other, form, torch.float32), drawn)
+    return torch.where(go, other, near).to(torch.uint8)
+
+
+def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype,
+           by: Any = None) -> Tensor:
     """The `count` elements as a vector."""
     size = form.block * form.bits // 8
     blocks = whole_blocks(codes, size).view(-1, size)
-    values = (arithmetic if torch.compiler.is_compiling() else tables).points(blocks, form, dtype)
+    values = (by or _faster()).points(blocks, form, dtype)
     return values.mul_(scales.to(dtype).view(-1, *[1] * len(form.shape))).view(-1)[:count]
+
+
+def _faster() -> Any:
+    return arithmetic if torch.compiler.is_compiling() else tables
 
 
 def whole_blocks(flat: Tensor, block: int) -> Tensor:

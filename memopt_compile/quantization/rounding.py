@@ -79,6 +79,16 @@ def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
     return drawn.add_(bits).bitwise_and_(-1 << (32 - form.bits))
 
 
+def moves(values: Tensor, near: Tensor, other: Tensor, drawn: Tensor) -> Tensor:
+    """Where a value goes to `other`, the point on its far side, and not to the one that is `near`.
+
+    It does with a probability of its share of the way there, to 2⁻¹⁶: the mean is the value. A value
+    that is a point stays. `drawn` is a number of 16 bits for each.
+    """
+    way = (other - near).abs()
+    return (drawn + 0.5) * (2.0**-16 * way) < (values - near).abs()
+
+
 def noise(places: Tensor, seed: int, step: Any) -> Tensor:
     """A number of 16 bits for each place, int32; a new tensor.
 

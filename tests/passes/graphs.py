@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt_compile import build, driver
+from memopt_compile import build, driver, programs
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
 from memopt_compile.step_graph import Role, StepGraph
@@ -26,7 +26,7 @@ def captured(step_fn: Callable, *args: Any, lowering: str = "eager") -> StepGrap
         return eager.lower(step)
 
     torch._dynamo.reset()
-    with mock.patch.object(driver, "_lower", lower):
+    with mock.patch.object(programs, "fitted", lower):
         torch.compile(step_fn, backend=driver.backend, options={"lowering": lowering})(*args)
     (step,) = steps
     return step

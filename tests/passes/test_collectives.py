@@ -6,13 +6,19 @@ from unittest import mock
 
 import pytest
 import torch
-from graphs import by_hand
+from graphs import by_hand, gradient, seed
 
-from memopt_compile import costs
+from memopt_compile import costs, programs
+from memopt_compile.errors import OptionError
+from memopt_compile.memory_plan import MemoryPlan
+from memopt_compile.options import Options
 from memopt_compile.ordering import is_collective, predecessors
 from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.check_finite import CheckFinite
+from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.rematerialize_free import fuses
 from memopt_compile.pieces import cut_points
+from memopt_compile.records import Compilation
 from memopt_compile.step_graph import WAIT, storage_roots
 
 OPS = torch.ops._c10d_functional
@@ -67,3 +73,24 @@ def test_are_in_one_piece(step):
     points = cut_points(nodes)
     first, second = (nodes.index(n) for n in calls(step))
     assert not [p for p in points if first < p <= second + 1]
+
+
+def test_a_step_with_them_is_not_taken_back():
+    """One rank would begin anew by itself."""
+    def layer(p, x):
+        hidden = torch.mm(x, p)
+        tanh = torch.tanh(hidden)
+        upstream = torch.ops.aten.expand(seed(tanh.sum()), (8, 4))
+        return gradient(summed(torch.mm(x.t(), upstream * tanh)))
+
+    found = by_hand(layer, ("p", torch.rand(4, 4).double()), ("x", torch.rand(8, 4).double()))
+    found.plan = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset(), (("tanh", "int8"),))
+    Compress().run(found)
+    assert "collectives" in CheckFinite().requires(found)
+
+
+def test_a_step_with_them_does_not_adapt(step):
+    """Ranks see different activations."""
+    record = Compilation("step", Options(adapt=True, compress="int4", memory_budget=0.5), "eager")
+    with pytest.raises(OptionError, match="ranks see different activations"):
+        programs.fitted(step, record)

@@ -1,0 +1,59 @@
+"""Collectives in a graph: operators that all ranks run together, and waits for their results.
+
+A collective returns at once. Its result may be read behind a ``wait_tensor`` of it, and until then
+what it was given has to stay as it is: the sending may not have begun.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
+COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
+WAIT = "_c10d_functional.wait_tensor.default"  # .. and of waiting for their results
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
+    return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
+            and str(node.target) != WAIT)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return isinstance(node.target, OPERATOR) and str(node.target) == WAIT
+
+
+def launch_of(wait: fx.Node) -> fx.Node:
+    """The collective that `wait` waits for."""
+    result = wait.args[0]
+    return result.args[0] if result.target is operator.getitem else result
+
+
+def waits_of(launch: fx.Node) -> list[fx.Node]:
+    results = [u for u in launch.users if u.target is operator.getitem] or [launch]
+    return [u for result in results for u in result.users if is_wait(u)]
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values have to be there while `node` runs: a wait needs its collective's."""
+    if is_wait(node) and is_collective(launch_of(node)):
+        return [*node.all_input_nodes, *launch_of(node).all_input_nodes]
+    return node.all_input_nodes
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that have `node` among their `operands`."""
+    return [*node.users, *(w for u in node.users if is_collective(u) for w in waits_of(u))]
+
+
+def first_read_too_early(graph: fx.Graph) -> fx.Node | None:
+    """A collective whose result something else than a wait reads."""
+    for node in graph.nodes:
+        for result in (u for u in (node, *node.users) if is_collective(node)):
+            if result is node or result.target is operator.getitem:
+                if any(not is_wait(u) and u.target is not operator.getitem for u in result.users):
+                    return node
+    return None

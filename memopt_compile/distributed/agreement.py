@@ -1,0 +1,66 @@
+"""What all ranks have to have alike, compared before they depend on it.
+
+Ranks that do not make the same collectives one after another wait for each other for ever. So models
+are compared when they are sharded, and steps when they are compiled; what differs is an error on
+every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..collectives import is_collective
+from ..errors import RankError
+
+
+def sequence(graph: fx.Graph) -> list[str]:
+    """The collectives of a graph in their order: operator, operands, numbers, and which group.
+
+    Groups have other names on other ranks; here they are counted as they come.
+    """
+    groups: dict[Any, int] = {}
+    lines = []
+    for node in filter(is_collective, graph.nodes):
+        *given, group = node.args
+        values = [_described(value) for value in given]
+        lines.append(f"{node.target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
+    return lines
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_described, value))}]"
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else str(value)
+
+
+def compare(mine: Sequence[str], group: Any, what: str, where: str, do: str) -> None:
+    """Every rank of `group` comes here with its lines.
+
+    Raises:
+        RankError: they are not the same on all ranks. All raise it, and name the first difference.
+    """
+    short = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    if len(set(exchange(short, group))) == 1:
+        return
+    found = exchange(list(mine), group)
+    for rank, lines in enumerate(found):
+        if lines != found[0]:
+            at = next((i for i, (a, b) in enumerate(zip(lines, found[0])) if a != b),
+                      min(len(lines), len(found[0])))
+            first, here = (lines_of[at] if at < len(lines_of) else "nothing more"
+                           for lines_of in (found[0], lines))
+            raise RankError(f"{what} of rank {rank} are not those of rank 0: number {at + 1} is "
+                            f"{here} there, and {first} on rank 0", where=where, do=do)
+
+
+def exchange(value: Any, group: Any) -> list[Any]:
+    """What all ranks of the group give, by rank."""
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, value, group=group)
+    return found

@@ -1,0 +1,124 @@
+"""What cannot be sharded, and why: asked before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import OptionError, RankError
+from . import agreement
+from .storage import storage_of
+
+# No element of these updates depends on another one: a part of the rows gets what it would in the whole.
+# (Rprop's does not either, but it writes through a mask, which DTensor cannot.)
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta",
+               "ASGD")
+WHERE = "memopt.shard_"
+
+
+def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -> None:
+    """Raises:
+        OptionError: `shard_` cannot do what this rank asks for.
+        RankError: another rank is refused, or asks for something else. Every rank raises something.
+    """
+    _check_mesh(mesh)
+    group, refused = mesh.get_group(), None
+    try:
+        if type(stage) is not int or stage not in (1, 2, 3):
+            raise _refusal(f"stage is {stage!r}", "choose stage=1, 2 or 3")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise _refusal("the model is wrapped in DistributedDataParallel",
+                           "give model.module: the gradients are averaged by shard_ itself")
+        _check_optimizer(opt)
+        _check_parameters(model, opt, mesh)
+    except OptionError as error:
+        refused = error
+    others = agreement.exchange(refused and refused.what, group)
+    if refused is not None:
+        raise refused
+    for rank, what in enumerate(others):
+        if what is not None:
+            raise RankError(f"rank {rank} is refused: {what}", where=WHERE, do="see that rank's error")
+    agreement.compare(_description(model, opt, stage), group, "parameters or settings", WHERE,
+                      "build the same model and optimizer on every rank")
+
+
+def _description(model: nn.Module, opt: torch.optim.Optimizer, stage: int) -> list[str]:
+    place = {id(p): i for i, group in enumerate(opt.param_groups) for p in group["params"]}
+    settings = [{name: float(value) if isinstance(value, Tensor) else value
+                 for name, value in group.items() if name != "params"} for group in opt.param_groups]
+    return [f"stage {stage}", f"{type(opt).__name__} {settings}",
+            *(f"{name} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'} in "
+              f"group {place.get(id(p))}" for name, p in model.named_parameters())]
+
+
+def _check_mesh(mesh: Any) -> None:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise _refusal("there is no process group",
+                       "start with torchrun and call torch.distributed.init_process_group() first")
+    if not isinstance(mesh, distributed.device_mesh.DeviceMesh):
+        raise _refusal(f"mesh is a {type(mesh).__name__}", "make one: torch.distributed.device_mesh."
+                       f"init_device_mesh('cpu', ({distributed.get_world_size()},))")
+    if mesh.ndim != 1:
+        raise _refusal(f"the mesh has {mesh.ndim} dimensions", "give the one that shares the model, "
+                       "such as mesh['data']; replicating across the other is not in this version")
+    if mesh.get_coordinate() is None:
+        raise _refusal(f"rank {distributed.get_rank()} is not in the mesh",
+                       "make the mesh over this rank, or call shard_ on the ranks of the mesh only")
+    if mesh.size() < 2:
+        raise _refusal("there is one process, and nothing to share",
+                       "start several (torchrun --nproc-per-node 2), or leave shard_ out")
+
+
+def _check_optimizer(opt: torch.optim.Optimizer) -> None:
+    name = type(opt).__name__
+    known = {inspect.unwrap(getattr(torch.optim, n).step) for n in ELEMENTWISE}
+    if inspect.unwrap(type(opt).step) not in known:
+        of_ours = type(opt).__module__.startswith("memopt_compile")
+        why = ("keeps its state in formats and slabs that do not go by rows" if of_ours
+               else "is not known to be elementwise, so that a part of the rows might be updated otherwise")
+        raise _refusal(f"the update of {name} {why}",
+                       f"use one of torch.optim: {', '.join(ELEMENTWISE)}")
+
+
+def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if storage_of(p) is not None:
+            raise _refusal(f"{name} is sharded already", "call shard_ once")
+        if isinstance(p, DTensor):
+            raise _refusal(f"{name} is a DTensor with placements {tuple(p.placements)}",
+                           "shard plain parameters: other placements are not in this version")
+        if type(p) not in (nn.Parameter, Tensor):
+            raise _refusal(f"{name} is a {type(p).__name__}", "give it its values before, and no "
+                           "storage format of its own")
+        if not p.is_meta and p.device.type != mesh.device_type:
+            raise _refusal(f"{name} is on {p.device} and the mesh is of {mesh.device_type}",
+                           f"move the model there, or make the mesh of {p.device.type!r}")
+        if not p.is_contiguous():
+            raise _refusal(f"{name} is not contiguous", "give the module a contiguous parameter")
+        if p.grad is not None:
+            raise _refusal(f"{name} has a gradient", "call opt.zero_grad() first")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise _refusal(f"{name} has a gradient hook", "register hooks after shard_")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise _refusal(f"{path} ({type(module).__name__}) keeps its parameters in a list of its "
+                           "own", "shard the other modules: call shard_ on each of them")
+        on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
+        if on_meta and not hasattr(module, "reset_parameters"):
+            raise _refusal(f"{path} ({type(module).__name__}) is on the meta device and has no "
+                           "reset_parameters()", "give it one, or make it on its device")
+    strange = sum(id(p) not in names for group in opt.param_groups for p in group["params"])
+    if strange:
+        raise _refusal(f"the optimizer has {strange} parameters that are not the model's",
+                       "make the optimizer of model.parameters()")
+
+
+def _refusal(what: str, do: str) -> OptionError:
+    return OptionError(what, where=WHERE, do=do)

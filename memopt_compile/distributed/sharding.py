@@ -1,0 +1,133 @@
+"""``memopt.shard_(model, opt, mesh, stage)``: the storage that a step with ZeRO is captured from.
+
+Every parameter that is trained becomes a DTensor with placement ``Shard(0)``, in the model and in the
+optimizer, and so does each tensor of its state: an update touches nothing but this rank's rows.
+(Parameters without a dimension cannot be cut; they are ``Replicate()``.) A module gives out the
+whole parameter when its attribute is read: a property gathers it, and sends the gradient back as
+``Partial("avg")``, which a reduce-scatter turns into this rank's rows of the mean. So eager runs
+too, `state_dict` has the plain names, and a captured step has all collectives as nodes.
+
+Why DTensor: its operators keep the numbers right whatever the code around the step does with a
+parameter (norms, checkpoints, an update in eager), and torch.distributed.checkpoint knows it.
+What `storage` keeps besides in stages 1 and 2 is seen by compiled steps alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .refusals import check
+from .storage import Storage, remember
+
+
+def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int = 3) -> None:
+    """Keep of parameters and optimizer state only what stage `stage` of ZeRO keeps, in place.
+
+    Call it on every rank, after making the optimizer (or loading it) and before the first step.
+    All ranks go on from the values of the first rank of the mesh. Parameters on the meta device
+    are made module by module, by `reset_parameters`, so that the whole model is never there.
+
+    Args:
+        model: its parameters are replaced; buffers stay as they are, one for each rank.
+        opt: of `torch.optim`, with an update that is elementwise.
+        mesh: a DeviceMesh of one dimension, over the ranks that share the model.
+        stage: 1 and 2 shard optimizer state, and gradients; 3 parameters too.
+
+    Raises:
+        OptionError: something of this is not so. Nothing was changed.
+    """
+    check(model, opt, mesh, stage)
+    made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
+    for path, module in model.named_modules():
+        given = dict(module._parameters)  # as the optimizer has them
+        _materialize(module, mesh)
+        names = []
+        for name, p in given.items():
+            if p is None or stage < 3 and not p.requires_grad:  # frozen: there is no state to shard
+                continue
+            if p not in made:
+                path_of_p = f"{path}.{name}" if path else name
+                made[p] = _sharded(module._parameters[name], path_of_p, mesh, stage)
+                _replace(opt, p, made[p])
+            module._parameters[name] = made[p]
+            names.append(name)
+        del given
+        if names:
+            module.__class__ = _reading(type(module), tuple(names))
+
+
+def _materialize(module: nn.Module, mesh: Any) -> None:
+    """Give the parameters of this module that are on the meta device their first values."""
+    if not any(p is not None and p.is_meta for p in module._parameters.values()):
+        return
+    for name, p in module._parameters.items():
+        if p is not None and p.is_meta:
+            there = torch.empty_like(p, device=mesh.device_type)
+            module._parameters[name] = nn.Parameter(there, requires_grad=p.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=mesh.device_type)
+    module.reset_parameters()
+
+
+def _sharded(p: nn.Parameter, name: str, mesh: Any, stage: int) -> nn.Parameter:
+    placement = Shard(0) if p.dim() else Replicate()
+    given = distribute_tensor(p.detach(), mesh, [placement])
+    rows, start, full = given.to_local(), _start(given), None
+    if stage < 3 and p.dim():
+        full = torch.empty(p.shape, dtype=p.dtype, device=rows.device)
+        # A window without being a view: autograd and Dynamo see a tensor of its own.
+        window = torch.empty(0, dtype=p.dtype, device=rows.device).set_(
+            full.untyped_storage(), start * full.stride(0), rows.shape, full.stride())
+        window.copy_(rows)
+        rows = window
+        given = DTensor.from_local(rows, mesh, [placement], run_check=False, shape=p.shape,
+                                   stride=full.stride())
+    new = nn.Parameter(given, requires_grad=p.requires_grad)
+    with torch.no_grad():  # so that it is the tensor inside, and no view that autograd follows
+        remember(Storage(name, stage, mesh, weakref.ref(new), new.to_local(), start, full))
+    return new
+
+
+def _start(given: DTensor) -> int:
+    """The row of the whole tensor that this rank's rows begin with."""
+    if not given.dim():
+        return 0
+    each = -(-given.shape[0] // given.device_mesh.size())
+    return min(given.device_mesh.get_local_rank() * each, given.shape[0])
+
+
+def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter) -> None:
+    """Let the optimizer update `new`, with the state of `p`."""
+    for group in opt.param_groups:
+        group["params"] = [new if each is p else each for each in group["params"]]
+    if p in opt.state:
+        opt.state[new] = {
+            name: distribute_tensor(value, new.device_mesh, list(new.placements))
+            if isinstance(value, Tensor) and value.shape == p.shape and p.dim() else value
+            for name, value in opt.state.pop(p).items()}
+
+
+@functools.cache
+def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of a module's class that gathers these parameters when they are read."""
+    return type(kind.__name__, (kind,), {
+        **{name: property(_reader(name)) for name in names},
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _reader(name: str) -> Callable[[nn.Module], Tensor]:
+    def whole(module: nn.Module) -> Tensor:
+        sharded = module._parameters[name]
+        return sharded.redistribute(placements=[Replicate()]).to_local(
+            grad_placements=[Partial("avg")])
+
+    return whole

@@ -1,0 +1,163 @@
+"""`quantize_parameters_` and `dequantize_parameters_`: a model's parameters in few bits (LPMM)."""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn, strided
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .errors import QuantizationError
+from .quantization.formats import LINEAR, Linear
+from .quantization.linear import TOGETHER
+from .quantization.parameters import NAMES, LowPrecisionTensor, encoded
+
+ROUNDINGS = ("stochastic", "nearest")
+OURS = {*NAMES, "form", "_is_param"}  # attributes that a parameter may have by its class
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that no model has any more, by name
+Skip = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+def quantize_parameters_(model: nn.Module, bits: int = 12, group_size: int = 2048,
+                         rounding: str = "stochastic", skip: Skip = (), *, seed: int = 0) -> nn.Module:
+    """Keep the parameters of `model` in 8, 10 or 12 bits, in place; returns `model`.
+
+    They become new parameters: make the optimizer, and compile, afterwards.
+
+    Args:
+        bits: of each element. A group takes 32 more for its scale.
+        group_size: neighbours that share a scale, a multiple of 4.
+        rounding: of every update: "stochastic", without bias, or "nearest". This conversion rounds
+            to the nearest.
+        skip: parameters that stay as they are: names, with `*` for any part of one, or a function
+            of name and parameter.
+        seed: what the stochastic rounding of all parameters depends on, with their names.
+
+    Raises:
+        QuantizationError: a setting or a parameter has no such format. The model is as it was.
+    """
+    form = _format(bits, group_size, rounding, seed)
+    slots = _slots(model)
+    skipped = _skipped(model, skip)
+    made: dict[int, nn.Parameter] = {}
+    for name, _, _, p in slots:
+        if id(p) in skipped or id(p) in made:
+            continue
+        _check(name, p)
+        if p.numel():
+            value = encoded(p, form, zlib.crc32(name.encode()) & 0xFFFF)
+            made[id(p)] = _in_place_of(p, value)
+    _replace(slots, made)
+    return model
+
+
+def dequantize_parameters_(model: nn.Module) -> nn.Module:
+    """Give `model` ordinary parameters again, of the values that it computes with; returns `model`.
+
+    Like `quantize_parameters_` it makes new ones. A model without low-precision parameters stays
+    as it is.
+    """
+    slots = _slots(model)
+    made: dict[int, nn.Parameter] = {}
+    for _, _, _, p in slots:
+        if isinstance(p, LowPrecisionTensor) and id(p) not in made:
+            made[id(p)] = _in_place_of(p, p.detach().dequantize())
+    _replace(slots, made)
+    return model
+
+
+def _format(bits: int, group_size: int, rounding: str, seed: int) -> Linear:
+    if bits not in LINEAR:
+        raise _error(f"there is no format of {bits!r} bits", f"bits={bits!r}",
+                     f"choose from {', '.join(map(str, LINEAR))}")
+    whole = isinstance(group_size, int) and group_size > 0
+    if not whole or group_size % TOGETHER:
+        raise _error(f"group_size is {group_size!r}", f"group_size={group_size!r}",
+                     f"choose a positive multiple of {TOGETHER}, so that no byte has codes of two groups")
+    if rounding not in ROUNDINGS:
+        raise _error(f"there is no rounding {rounding!r}", f"rounding={rounding!r}",
+                     f"choose from {', '.join(ROUNDINGS)}")
+    if not (isinstance(seed, int) and 0 <= seed < 2**32):
+        raise _error(f"seed is {seed!r}", f"seed={seed!r}", "choose an integer from 0 to 2**32 - 1")
+    return LINEAR[bits]._replace(block=group_size, seed=seed if rounding == "stochastic" else None)
+
+
+def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(name, module, name in it, parameter) of all places that have a parameter; tied ones have
+    several."""
+    return [(f"{path}.{name}" if path else name, module, name, p)
+            for path, module in model.named_modules()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)]
+
+
+def _skipped(model: nn.Module, skip: Skip) -> set[int]:
+    """A tied parameter is skipped by any of its names."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    if callable(skip):
+        return {id(p) for name, p in named if skip(name, p)}
+    found: set[int] = set()
+    for pattern in [skip] if isinstance(skip, str) else skip:
+        matching = {id(p) for name, p in named if fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            raise _error(f"no parameter is named {pattern!r}", "skip",
+                         "give names as model.named_parameters() does, with * for any part of one")
+        found |= matching
+    return found
+
+
+def _check(name: str, p: nn.Parameter) -> None:
+    def refuse(what: str, do: str) -> QuantizationError:
+        return _error(f"parameter {name!r} {what}", f"{type(p).__name__}, {p.dtype}",
+                      f"{do}, or name it in skip")
+
+    if isinstance(p, LowPrecisionTensor):
+        raise refuse("is in low precision already", "call memopt.dequantize_parameters_ first")
+    if is_lazy(p) or p.device.type == "meta":
+        raise refuse("has no values yet", "run the model once, or load its weights, first")
+    if type(p.data) is not Tensor or p.layout is not strided:
+        raise refuse("is no ordinary dense tensor", "convert the model before it is wrapped or sharded")
+    if p.is_complex():
+        raise refuse("is complex", "make it torch.view_as_real of it")
+    if not p.is_floating_point():
+        raise refuse("holds no floating-point numbers", "make it a buffer")
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise refuse("has a gradient hook", "register hooks after the conversion")
+    if not p.detach().isfinite().all():
+        raise refuse("holds NaN or Inf", "load finite weights first")
+
+
+def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
+    new = nn.Parameter(value, requires_grad=p.requires_grad)
+    new.grad = p.grad
+    vars(new).update((k, v) for k, v in vars(p).items() if k not in OURS)  # the user's own marks
+    return new
+
+
+def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
+             made: dict[int, nn.Parameter]) -> None:
+    for _, module, name, p in slots:
+        if id(p) in made:
+            _replaced[p] = name
+            setattr(module, name, made[id(p)])
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], where: str) -> None:
+    """Refuse an optimizer that was made before the conversion: it would train what no model has.
+
+    Raises:
+        QuantizationError: it has a parameter that was replaced.
+    """
+    for optimizer in optimizers:
+        old = [_replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced]
+        if old:
+            raise _error(f"{type(optimizer).__name__} has {len(old)} parameters ({', '.join(old[:3])} ..) that "
+                         "a conversion of the model has replaced: it would train nothing", where,
+                         "make the optimizer after memopt.quantize_parameters_")
+
+
+def _error(what: str, where: str, do: str) -> QuantizationError:
+    return QuantizationError(what, where=where, do=do)

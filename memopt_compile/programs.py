@@ -1,0 +1,190 @@
+"""From a captured step to a program whose peak fits: passes, budget, lowering.
+
+A plan is made for the schedule; what its lowering then needs is known exactly before anything runs,
+and where that is over the budget the step is planned again for as much less.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from . import devices, pipelines
+from .adaptation import Adaptive, Program, Watch
+from .backends import eager, inductor
+from .costs import workspace as workspace_of
+from .errors import InfeasibleBudget, OptionError
+from .finiteness import REQUIRE_FINITE, falling_back
+from .liveness import resident_bytes, timeline
+from .options import format_bytes
+from .records import Compilation, captured_only
+from .shadow import shadowed
+from .step_graph import Role, StepGraph, is_collective
+
+log = logging.getLogger("memopt_compile")
+RETRIES = 3  # plans for a step whose lowered peak is above the budget
+
+
+def fitted(step: StepGraph, record: Compilation) -> Callable:
+    """The program of one step graph, a boxed callable.
+
+    Raises:
+        InfeasibleBudget: no plan was found that fits.
+        OptionError: the step has collectives, and `adapt` is asked for.
+    """
+    record.before = timeline(step, workspace_of(step, record.lowering))
+    record.step = step
+    if captured_only():
+        record.captured = step
+        return eager.lower(step)
+    record.observe("captured", step)
+    limit = record.budget_bytes()
+    if limit is None:
+        program = _program(step, record, None)
+    else:
+        _fix_sizes(step)
+        if record.options.adapt and any(map(is_collective, step.computing())):
+            raise OptionError("ranks see different activations, and would plan differently",
+                              where=f"{record.where}, adapt=True",
+                              do="leave adapt out of a step with collectives")
+        captured = step.copy()
+        program = _within(limit, captured, record)
+    record.dump()
+    if limit is not None and program.peak_bytes > limit:
+        raise _refusal(captured, record)
+    if record.device.type == "cpu":
+        devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
+    program, plan = _measured(program, record), record.step.plan
+    run: Callable = program.run
+    if program.watched:
+        run = Adaptive(program, partial(_planned_again, captured, record), record.where, record.history)
+    if any(n.target is REQUIRE_FINITE for n in record.step.computing()):
+        run = falling_back(run, partial(_exactly, captured, record), record.device)
+    if record.versions and plan and plan.largest_error:
+        run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
+                       record.options.max_gradient_error, record.where, record.compressed)
+    return run
+
+
+def _within(limit: int, captured: StepGraph, record: Compilation,
+            formats: Mapping[str, str] = pipelines.NO_FORMATS) -> Program:
+    """The program of a copy of `captured` that is planned for `limit` bytes of peak, if that is possible.
+
+    Inductor allocates a little otherwise than the schedule says: how much, only its code tells. And
+    what looks at activations has some bytes of its own.
+    """
+    planned = limit
+    for _ in range(1 + RETRIES):
+        program = _program(captured.copy(), record, planned, formats)
+        excess = program.peak_bytes - limit
+        if excess <= 0 or program.plan and not program.plan.fits:
+            break
+        planned = record.after.peak_bytes - excess
+        log.info("%s: %s over the budget once lowered, planning again", record.where,
+                 format_bytes(excess))
+    return program
+
+
+def _program(step: StepGraph, record: Compilation, limit: int | None,
+             formats: Mapping[str, str] = pipelines.NO_FORMATS) -> Program:
+    """The program of `step`, planned to have a peak of at most `limit` bytes if that is possible."""
+    workspace, watch = workspace_of(step, record.lowering), Watch(record.options.compress)
+
+    def observe(name: str, step: StepGraph) -> None:
+        record.observe(name, step)
+        if record.options.adapt:
+            watch.observe(name, step)
+
+    step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
+                                              record.device, observe, formats)
+    record.step, record.after = step, timeline(step, workspace)
+    run, peak = _lowered(step, record.lowering)
+    program = Program(run, step.plan, peak)
+    if step.plan and watch.watched:
+        pipelines.run(watch.step, pipelines.behind_compression(
+            record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
+        watching, with_counts = _lowered(watch.step, record.lowering)
+        program = Program(run, step.plan, max(peak, with_counts), watching, watch.watched)
+    record.predicted_peak_bytes = program.peak_bytes
+    return program
+
+
+def _lowered(step: StepGraph, lowering: str) -> tuple[Callable, int]:
+    """A boxed callable, and the bytes of its peak."""
+    if lowering == "eager":
+        return eager.lower(step), timeline(step, workspace_of(step, lowering)).peak_bytes
+    lowered = inductor.lower(step)
+    return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
+
+
+def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> Program | None:
+    """Another program of the step, which `record` is of from now on; None if none fits."""
+    limit = record.budget_bytes() or 0
+    trial = replace(record, texts={}, versions={})
+    program = _within(limit, captured, trial, formats)
+    if program.peak_bytes > limit:
+        return None
+    record.step, record.after, record.passes = trial.step, trial.after, trial.passes
+    record.predicted_peak_bytes, record.measured_peak_bytes = program.peak_bytes, None
+    return _measured(program, record)
+
+
+def _measured(program: Program, record: Compilation) -> Program:
+    watching = program.watching and record.measured(program.watching)
+    return replace(program, run=record.measured(program.run), watching=watching)
+
+
+def _exactly(captured: StepGraph, record: Compilation) -> Callable:
+    """The program of the same step with no activation in a lossy format."""
+    if record.exact is None:
+        options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
+        exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
+                            before=record.before)
+        limit = record.budget_bytes() or 0
+        record.exact = _within(limit, captured, exact).run
+        log.warning("%s: an activation is not finite, which few bits cannot hold: the step was taken back "
+                    "and runs exactly, as all such steps will; its peak is then %s, the budget %s",
+                    record.where, format_bytes(exact.predicted_peak_bytes or 0), format_bytes(limit))
+    record.taken_back += 1
+    return record.exact
+
+
+def _fix_sizes(step: StepGraph) -> None:
+    """Have every batch size compiled, and so planned, by itself: what fits one may not fit another."""
+    for node in step.placeholders:
+        if isinstance(node.meta["val"], torch.SymInt):
+            int(node.meta["val"])  # Dynamo guards on what is asked
+
+
+def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
+    """What is in the way of the budget, and what each way to need less would come to."""
+    limit, plan = record.budget_bytes() or 0, record.step.plan
+    needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
+    means = "the smallest peak found" if plan else "the peak"
+    if plan and plan.again:
+        means += ", by computing activations again,"
+    if not record.options.recompute:
+        means += " (recompute=False)"
+    less = [f"raise memory_budget to {format_bytes(needed)}"]
+    if resident < limit:
+        less.append("halve the batch, or split it with memopt.micro_batches: about "
+                    f"{format_bytes(needed - (needed - resident) // 2)}, if what the step holds beyond its "
+                    f"inputs, {format_bytes(needed - resident)}, is in proportion to the batch")
+    if record.options.compress is None and resident < limit:
+        workspace = workspace_of(captured, record.lowering)
+        step, _ = pipelines.rewritten(captured.copy(), replace(record.options, compress="int4"),
+                                      record.lowering, workspace, limit, record.device)
+        less.append(f"allow compress='int4': {format_bytes(timeline(step, workspace).peak_bytes)}, by "
+                    "activations in fewer bits, with which gradients differ a little")
+    state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
+    if saved := state * 3 // 4:
+        less.append(f"memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping a "
+                    f"quarter of {format_bytes(state)} of optimizer state")
+    return InfeasibleBudget(
+        f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}; "
+        f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
+        "buffers and the batch", where=record.peak_line(), do="; or ".join(less))

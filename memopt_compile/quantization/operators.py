@@ -1,0 +1,102 @@
+"""The operators `memopt::quantize` and `memopt::dequantize`: parameters, gradients and moments.
+
+They go through a tensor a slab at a time, so that what they hold beside operand and result stays
+small. For Inductor `whole_value` stands in the place of `dequantize`: see `dequantizing`. A format
+is named by its map, bits and block: see `formats.form_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arithmetic, formats, linear, tables
+from .formats import Format, Linear, form_of
+
+ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
+
+
+@torch.library.custom_op("memopt::quantize", mutates_args=())
+def quantize(value: Tensor, draws: Tensor, map: str, bits: int, block: int,
+             seed: int | None) -> list[Tensor]:
+    """The parts of all elements in row-major order. `draws` is a 0-dim count: see `rounding.noise`."""
+    form = form_of(map, bits, block, seed)
+    flat = value.reshape(-1)
+    parts = _empty(value, form)
+    for first, length in slabs(form, flat.numel()):
+        made = encode(flat[first:first + length], form, draws, first, by=tables)
+        for part, some in zip(part_of(parts, form, first, length), made):
+            part.copy_(some)
+    return parts
+
+
+@torch.library.custom_op("memopt::dequantize", mutates_args=())
+def dequantize(parts: list[Tensor], map: str, bits: int, block: int, size: list[int],
+               dtype: torch.dtype) -> Tensor:
+    """The contiguous tensor of this size that has these parts."""
+    form, count = form_of(map, bits, block), math.prod(size)
+    result = torch.empty(count, dtype=dtype, device=parts[0].device)
+    for first, length in slabs(form, count):
+        some = part_of(parts, form, first, length)
+        result[first:first + length] = decode(some, form, length, by=tables)
+    return result.view(size)
+
+
+def whole_value(parts: Sequence[Tensor], map: str, bits: int, block: int, size: Sequence[int],
+                dtype: torch.dtype) -> Tensor:
+    """`dequantize` in one go, by arithmetic."""
+    form = form_of(map, bits, block)
+    return decode(parts, form, math.prod(size), by=arithmetic).to(dtype).view(size)
+
+
+def encode(value: Tensor, form: Format | Linear, draws: Any = 0, first: int = 0,
+           by: Any = None) -> list[Tensor]:
+    """The parts of a value in either kind of format."""
+    if isinstance(form, Linear):
+        return linear.encode(value, form, draws, first)
+    return list(formats.encode(value, form, draws, first, by))
+
+
+def decode(parts: Sequence[Tensor], form: Format | Linear, count: int, by: Any = None) -> Tensor:
+    """The vector of float32 that has these parts."""
+    if isinstance(form, Linear):
+        return linear.decode(parts, form, count)
+    return formats.decode(*parts, form, count, torch.float32, by)
+
+
+def slabs(form: Format | Linear, count: int) -> Iterator[tuple[int, int]]:
+    """(first, length) of pieces of whole blocks, but for the last."""
+    length = max(1, ELEMENTS // form.block) * form.block
+    for first in range(0, count, length):
+        yield first, min(length, count - first)
+
+
+def part_of(parts: Sequence[Tensor], form: Format | Linear, first: int, length: int) -> list[Tensor]:
+    """Views of the parts of a slab that begins with a block."""
+    return [part.narrow(0, start, size) for part, start, size
+            in zip(parts, form.part_sizes(first), form.part_sizes(length))]
+
+
+def _empty(value: Tensor, form: Format | Linear) -> list[Tensor]:
+    *planes, scales = form.part_sizes(value.numel())
+    return [*(value.new_empty(n, dtype=torch.uint8) for n in planes),
+            value.new_empty(scales, dtype=torch.float32)]
+
+
+@quantize.register_fake
+def _(value: Tensor, draws: Tensor, *form: Any) -> list[Tensor]:
+    return _empty(value, form_of(*form))
+
+
+@dequantize.register_fake
+def _(parts: list[Tensor], map: str, bits: int, block: int, size: list[int],
+      dtype: torch.dtype) -> Tensor:
+    return parts[0].new_empty(size, dtype=dtype)
+
+
+QUANTIZE = torch.ops.memopt.quantize.default
+DEQUANTIZE = torch.ops.memopt.dequantize.default

@@ -1,0 +1,141 @@
+"""A captured step of a sharded model: is it as `options={"zero": ...}` says, and what it needs besides.
+
+The graph that Dynamo traced knows this rank's rows. In stages 1 and 2 every rank also keeps whole
+parameters (`distributed.storage`); they become further inputs here, which `with_wholes` passes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import compat, compat_trace
+from .distributed import agreement
+from .distributed.storage import Storage, note, refresh, storage_of
+from .errors import MemoptError, OptionError, RankError
+from .options import Options
+from .records import Compilation
+from .step_graph import Input, Role, StepGraph, Window, nbytes
+
+Origin = Sequence[tuple[str, Any, bool]]
+
+
+def check(options: Options, origin: Origin, where: str) -> list[Storage]:
+    """How the parameters of a step are stored.
+
+    Raises:
+        OptionError: not as the stage of the options needs it, or another option does not go with it.
+    """
+    stage = options.zero
+    if stage and options.accumulate != "gradients":
+        raise OptionError(f"accumulate={options.accumulate!r} with zero is not in this version",
+                          where=f"{where}, zero={stage}", do="leave one of them out")
+    found = [storage_of(example) for _, example, _ in origin]
+    storages = [s for s in found if s is not None]
+    for (label, _, trained), storage in zip(origin, found):
+        if stage and trained and storage is None:
+            raise OptionError(
+                f"the parameter {label} is not sharded", where=f"{where}, zero={stage}",
+                do="after making the optimizer, and before the first step, call on every rank\n"
+                f"    memopt.shard_(model, opt, mesh, stage={stage})\n  with mesh = "
+                "torch.distributed.device_mesh.init_device_mesh('cpu', (world_size,))")
+    for storage in storages:
+        if storage.stage != stage:
+            raise OptionError(
+                f"the parameter {storage.name} was sharded for stage {storage.stage}",
+                where=f"{where}, zero={stage}",
+                do=f'compile the step with options={{"zero": {storage.stage}}}')
+    return storages
+
+
+def add_wholes(step: StepGraph, origin: Origin) -> list[Storage]:
+    """Give `step` the whole parameters that are kept beside their rows as inputs behind its own."""
+    inputs, windows, storages = list(step.inputs), [], []
+    for i, node in enumerate(step.placeholders):
+        index = compat.input_descriptor_index(node)
+        storage = storage_of(origin[index][1]) if index is not None else None
+        value = node.meta.get("val")
+        if storage is None or storage.full is None or not isinstance(value, torch.Tensor):
+            continue
+        whole = _input(step, f"whole_{node.name}", value.fake_mode.from_tensor(
+            storage.full, static_shapes=True))
+        inputs.append(Input(whole.name, Role.PARAMETER, inputs[i].label,
+                            nbytes(whole.meta["val"]), inputs[i].trained))
+        inputs[i] = replace(inputs[i], nbytes=0)  # they are a part of the whole
+        ranks = storage.mesh.size()
+        windows.append(Window(node.name, whole.name, storage.start, -(-len(storage.full) // ranks),
+                              ranks, storage.mesh.get_group().group_name))
+        storages.append(storage)
+    step.inputs, step.windows = tuple(inputs), tuple(windows)
+    return storages
+
+
+def _input(step: StepGraph, name: str, value: Any) -> Any:
+    with step.graph.inserting_after(step.placeholders[-1]):
+        node = step.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+_agreed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by code, the sequences that ranks agreed on
+
+
+def together(lower: Callable[[], Callable], record: Compilation, storages: list[Storage],
+             frame: Any) -> Callable:
+    """`lower` the step of `record`, and have all ranks compare the collectives that it came to.
+
+    A step that one rank compiles again for itself (its batch has another shape) is not compared: it
+    makes the collectives that it made before. A rank that refuses its step tells the others.
+
+    Raises:
+        RankError: they are not the same on all ranks.
+        MemoptError: what `lower` raises.
+    """
+    if not storages:
+        return lower()
+    group, known = storages[0].mesh.get_group(), _agreed.setdefault(frame, [])
+
+    def compare(lines: list[str]) -> None:
+        with compat_trace.real_tensors():  # torch is tracing
+            agreement.compare(lines, group, "the collectives of the step", record.where,
+                              "compile the same step, with the same options, on every rank")
+
+    try:
+        run = lower()
+    except MemoptError as error:
+        with contextlib.suppress(RankError):
+            compare([f"none: {error.what}"])
+        raise
+    lines = agreement.sequence(record.step.graph)
+    if lines not in known:
+        compare(lines)
+        known.append(lines)
+    return run
+
+
+def with_wholes(run: Callable[[list], Any], storages: list[Storage]) -> Callable[[list], Any]:
+    """`run`, a boxed callable, given the whole parameters behind its other inputs."""
+
+    def run_with_wholes(inputs: list) -> Any:
+        inputs.extend(storage.full for storage in storages)
+        return run(inputs)
+
+    run_with_wholes._boxed_call = True  # type: ignore[attr-defined]
+    return torch.compiler.disable(run_with_wholes)
+
+
+def in_agreement(run: Callable, storages: list[Storage]) -> Callable:
+    """`run`, the step as it is called, with whole parameters that agree with the rows of all ranks."""
+
+    def run_in_agreement(*inputs: Any) -> Any:
+        refresh(storages)
+        results = run(*inputs)
+        note(storages)
+        return results
+
+    return run_in_agreement

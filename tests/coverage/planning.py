@@ -1,0 +1,65 @@
+"""What plans take of one core: six models, several budgets each and the smallest peak, as a table.
+
+    python tests/coverage/planning.py [--only NAME ...] [--compress int4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+from unittest import mock
+
+import budget
+from tabulate import tabulate
+
+import memopt_compile as memopt
+from memopt_compile import planner
+from memopt_compile.rematerialization import Problem
+
+SHARES = (0.9, 0.7, 0.5)
+
+
+class _Found(Exception):
+    """The problem is there; what would be done with it is not wanted."""
+
+
+def problem(name: str, compress: str | None) -> tuple[Problem, Any]:
+    """What the planner is asked about the step of a model, and the groups of its operators."""
+    def asked(found: Problem, limit: int, groups: Any) -> None:
+        raise _Found(found, groups)
+
+    step, batch, _ = budget.make_step(name)
+    with mock.patch.object(planner, "cheapest", asked):
+        try:
+            memopt.explain(step, *batch, lowering="eager", compress=compress, memory_budget=0.5)
+        except memopt.MemoptError as error:
+            return error.__cause__.args
+    raise AssertionError("the step fits")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(budget.MODELS), choices=list(budget.MODELS))
+    parser.add_argument("--compress", choices=("int8", "int4", "auto"))
+    given = parser.parse_args()
+    rows = []
+    for name in given.only:
+        found, groups = problem(name, given.compress)
+        peak, taken = max(found.live), []
+        for share in SHARES:
+            start = time.process_time()
+            plan = planner.cheapest(found, int(share * peak), groups)
+            taken.append(f"{time.process_time() - start:.1f}" + (f" ({plan.gap:.1%})" if plan else " (none)"))
+        start = time.process_time()
+        least = planner.smallest(found, groups)
+        again = {g for g, o in zip(groups, found.operations) if o.again}
+        rows.append([name, len(found.order), len(again) + sum(bool(v.packed) for v in found.values), *taken,
+                     f"{time.process_time() - start:.1f} ({least.peak_bytes / peak:.3f})"])
+        print(tabulate(rows[-1:], tablefmt="plain"), flush=True)
+    head = ["model", "operators", "decisions", *(f"{s} (gap)" for s in SHARES), "smallest (share)"]
+    print(tabulate(rows, head, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
+
+    python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--steps N]
+                                  [--micro-batches 1]
+
+Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
+has its accuracy on the held-out images; the GPT by AdamW, and a row has its held-out loss. With N
+micro-batches each is as large as the whole batch with one, and steps are as many fewer. "bins" is the
+mean of |θ_t − θ_(t−1)|/δ over the largest parameter and the last quarter of the steps: of how many of
+its steps an element is moved at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from data import fashion_mnist, random_batch, shakespeare  # noqa: E402
+from models import GPT, GPTConfig, ResNet  # noqa: E402
+
+import memopt_compile as memopt  # noqa: E402
+
+WAYS = {"fp32": None} | {f"{bits}/8/8 {rounding}": (bits, rounding) for bits in (12, 10, 8)
+                         for rounding in ("stochastic", "nearest")}
+
+
+class Images:
+    steps, better = 300, max
+
+    def __init__(self):
+        self.images, self.labels, test_images, test_labels = fashion_mnist()
+        self.test = list(zip(test_images.split(1000), test_labels.split(1000)))
+
+    def model(self):
+        return ResNet((8, 16))
+
+    def optimizer(self, parameters, **bits):
+        return memopt.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4, **bits)
+
+    def batch(self, generator):
+        rows = torch.randint(len(self.images), (64,), generator=generator)
+        return self.images[rows], self.labels[rows]
+
+    def loss(self, model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    @torch.no_grad()
+    def result(self, model):
+        model.eval()
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in self.test)
+        return 100 * right / sum(len(y) for _, y in self.test)
+
+
+class Plays:
+    steps, better = 300, min
+
+    def __init__(self):
+        self.ids, rest, alphabet = shakespeare()
+        self.size = len(alphabet)
+        generator = torch.Generator().manual_seed(0)
+        self.test = [random_batch(rest, 64, 64, generator) for _ in range(8)]
+
+    def model(self):
+        return GPT(GPTConfig(self.size, 4, 128, 4, 64))
+
+    def optimizer(self, parameters, **bits):
+        return memopt.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1, **bits)
+
+    def batch(self, generator):
+        return random_batch(self.ids, 16, 64, generator)
+
+    def loss(self, model, x, y):
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    @torch.no_grad()
+    def result(self, model):
+        model.eval()
+        return statistics.mean(float(self.loss(model, x, y)) for x, y in self.test)
+
+
+def train(task, way, seed, steps, micro_batches):
+    """(held-out result, bins)."""
+    torch.manual_seed(seed)
+    model = task.model()
+    if way is not None:
+        memopt.quantize_parameters_(model, way[0], rounding=way[1], seed=seed)
+    opt = task.optimizer(model.parameters(), **({} if way is None else {"state_bits": 8, "gradient_bits": 8}))
+    updates = max(1, steps // micro_batches)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        opt, lambda i: min(1.0, (i + 1) / 20) * (1 - i / updates))
+    generator = torch.Generator().manual_seed(seed)
+    largest, bins = max(model.parameters(), key=lambda p: p.numel()), []
+    for i in range(updates):
+        for _ in range(micro_batches):
+            task.loss(model, *task.batch(generator)).div(micro_batches).backward()
+            if way is not None:
+                opt.accumulate()
+        counted = way is not None and i >= updates * 3 // 4
+        before = largest.detach().dequantize() if counted else None
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        if counted:
+            step = largest.scales.mean() / largest.form.largest
+            bins.append(float(((largest.detach().dequantize() - before).abs() / step).mean()))
+    return task.result(model), statistics.mean(bins) if bins else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=("resnet", "gpt"), default="resnet")
+    parser.add_argument("--only", nargs="+", default=list(WAYS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    given = parser.parse_args()
+    task = Images() if given.model == "resnet" else Plays()
+    steps = given.steps or task.steps
+    print(f"{given.model}, {steps} batches, {given.micro_batches} an update\n\n| way | mean | each seed | bins |\n"
+          "|---|---|---|---|")
+    for name in given.only:
+        found = [train(task, WAYS[name], seed, steps, given.micro_batches) for seed in range(given.seeds)]
+        results = [result for result, _ in found]
+        print(f"| {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
+              f"{statistics.mean(b for _, b in found):.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

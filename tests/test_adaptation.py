@@ -1,0 +1,139 @@
+"""Planning again during training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import memopt_compile as memopt
+from memopt_compile.adaptation import (
+    OUTLIER_COLUMNS,
+    WATCHED,
+    Adaptive,
+    Program,
+    Watched,
+    level,
+)
+from memopt_compile.memory_plan import MemoryPlan
+
+PLAN = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 700), st.integers(32, 200), st.integers(0, 20), st.integers(0, 1000))
+def test_outliers_are_columns_far_above_the_mean(rows, columns, heavy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(rows, columns, generator=generator)
+    value[:, :heavy] *= 50
+    sums = value.abs().sum(0).double()
+    far = (sums - sums.mean()) / sums.std(correction=0)
+    if not ((far - 3).abs() < 1e-3).any():
+        assert int(OUTLIER_COLUMNS(value)) == int((far > 3).sum())
+
+
+@pytest.mark.parametrize(("outliers", "expected"), [(0, "int4"), (1, WATCHED), (4, WATCHED), (5, "int8")])
+def test_format_by_outliers(outliers, expected):
+    assert level(outliers, 128) == expected
+
+
+class Steps:
+    """Programs that note how they are called, with the outliers that the next watched call will see."""
+
+    def __init__(self, watched=None):
+        self.counts, self.calls, self.asked, self.fits = [0], "", [], True
+        self.watched = watched or {"a": Watched(128, 1000)}
+        self.adaptive = Adaptive(self.program(), self.again, "train.py:3", [])
+
+    def program(self):
+        def run(inputs):
+            self.calls += "."
+            return (1.0,)
+
+        def watching(inputs):
+            self.calls += "w"
+            return (1.0, *map(torch.tensor, self.counts))
+
+        return Program(run, PLAN, 100, watching, self.watched)
+
+    def again(self, formats):
+        self.asked.append(dict(formats))
+        return self.program() if self.fits else None
+
+    def run(self, steps, *counts):
+        self.counts = list(counts)
+        assert all(self.adaptive([]) == (1.0,) for _ in range(steps))
+
+
+def test_watched_ever_less_often():
+    steps = Steps()
+    steps.run(40, 1)
+    assert [i + 1 for i, kind in enumerate(steps.calls) if kind == "w"] == [1, 2, 4, 8, 16, 32]
+    assert steps.asked == [] and steps.adaptive.history == []
+
+
+def test_gentler_at_once_coarser_when_it_lasts():
+    steps = Steps()
+    steps.run(3, 1)
+    steps.run(1, 100)
+    assert steps.asked == [{"a": "int8"}] and steps.calls == "ww.w"
+    steps.run(1, 0)
+    assert len(steps.asked) == 1
+    steps.run(2, 0)  # watched on the first and second step after the change, and so on
+    assert steps.asked == [{"a": "int8"}, {"a": "int4"}]
+    assert [h.after for h in steps.adaptive.history] == [4, 7]
+    assert "after step 4: 1 activations changed, peak 100 B" in str(steps.adaptive.history[0])
+
+
+def test_a_plan_that_does_not_fit_is_not_taken():
+    steps = Steps()
+    steps.fits, before = False, steps.adaptive.program
+    steps.run(1, 100)
+    assert steps.adaptive.program is before
+    assert "the one before stays" in str(steps.adaptive.history[0])
+
+
+def test_what_hardly_matters_waits():
+    steps = Steps({"large": Watched(128, 10_000), "small": Watched(128, 60), "other": Watched(128, 60)})
+    steps.run(1, 1, 100, 1)
+    assert steps.asked == []
+    steps.run(1, 1, 100, 100)
+    assert steps.asked == [{"small": "int8", "other": "int8"}] and steps.adaptive.history[0].changed == 2
+
+
+def test_training_goes_on_through_plans():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 4))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    x, y = torch.randn(2048, 64), torch.arange(2048) % 4
+    heavy = x.clone()
+    heavy[:, ::10] *= 20
+    compiled = memopt.compile(step, memory_budget=0.65, compress="int4", recompute=False, adapt=True,
+                              lowering="eager")
+    losses, peaks = [], []
+    for batch in (*[x] * 4, *[heavy] * 3, x):
+        losses.append(float(compiled(batch, y)))
+        report = memopt.report(compiled)
+        peaks.append((report.predicted_peak_bytes, report.measured_peak_bytes))
+    assert all(predicted <= report.budget_bytes for predicted, _ in peaks)
+    assert all(measured in (None, predicted) for predicted, measured in peaks) and peaks[0][1]
+    assert len(report.history) >= 2 and all(h.plan for h in report.history)
+    assert "planned again" in str(report)
+    assert {int(state["step"]) for state in opt.state.values()} == {8}
+    assert losses[3] < losses[0]
+
+
+def test_adapting_needs_something_to_adapt():
+    with pytest.raises(memopt.OptionError, match="adapt") as refusal:
+        memopt.Options(adapt=True, memory_budget=0.5)
+    assert "compress='int4'" in str(refusal.value)

@@ -1,0 +1,167 @@
+"""Activations that few bits cannot hold: the step is taken back and runs exactly."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memopt_compile as memopt
+
+sys.path.insert(0, str(Path(__file__).parent / "passes"))
+from graphs import by_hand, gradient, seed, two_layers, values_for  # noqa: E402
+
+from memopt_compile import compression  # noqa: E402
+from memopt_compile.backends import eager, inductor  # noqa: E402
+from memopt_compile.finiteness import NotFinite  # noqa: E402
+from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
+from memopt_compile.passes import check_finite  # noqa: E402
+from memopt_compile.passes.check_finite import CheckFinite  # noqa: E402
+from memopt_compile.passes.compress import Compress  # noqa: E402
+from memopt_compile.pieces import can_cut  # noqa: E402
+
+
+class Block(nn.Module):
+    """softplus(-inf) is 0 and has no gradient: what reaches it may be infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1)
+
+    def forward(self, x, bias):
+        return x + self.dropout(self.norm(F.softplus(self.linear(x) + bias)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 4)
+
+    def forward(self, x, bias):
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(x)
+
+
+X, Y = torch.randn(1024, 64, generator=torch.manual_seed(1)).double(), torch.arange(1024) % 4
+FINITE, INFINITE = torch.zeros(1024, 64).double(), torch.zeros(1024, 64).double()
+for column in range(5, 13):  # more than are kept as outliers
+    INFINITE[column::9, column] = -torch.inf
+
+
+def trained(biases, **options):
+    """(report, losses, state of the model) after a step with each of these biases."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model().double()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x, bias, y):
+        loss = F.cross_entropy(model(x, bias), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, memory_budget=0.65, **options)
+    torch.manual_seed(7)
+    losses = [float(compiled(X, bias, Y)) for bias in biases]
+    return memopt.report(compiled), losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_taken_back_and_run_exactly(caplog):
+    """Statistics of the normalization and random numbers included."""
+    _, expected, exact = trained([INFINITE], lowering="eager")
+    report, losses, state = trained([INFINITE], lowering="eager", compress="int4")
+    assert report.plan.largest_error > 0 and report.taken_back == 1
+    assert losses == expected and all(torch.equal(exact[k], v) for k, v in state.items())
+    warning, = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert "test_finiteness.py" in warning and "not finite" in warning and "the budget" in warning
+    assert "taken back" in str(report)
+
+
+def test_only_those_steps_are():
+    _, _, exact = trained([FINITE, INFINITE, FINITE], lowering="eager")
+    report, losses, state = trained([FINITE, INFINITE, FINITE], lowering="eager", compress="int4")
+    assert report.taken_back == 1
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= report.budget_bytes
+    assert all(torch.isfinite(v).all() for v in state.values())
+    assert not torch.equal(state["head.weight"], exact["head.weight"])
+
+
+def packed(step, form="int8"):
+    step.plan = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset(), (("tanh", form),))
+    Compress().run(step)
+    return step
+
+
+def test_golden():
+    step = packed(two_layers())
+    CheckFinite().run(step)
+    step.verify()
+    forward = step.text().split("backward:")[0]
+    assert forward == """\
+p0: f64[4, 4]  # parameter trained
+p1: f64[4, 4]  # parameter trained
+x0: f64[8, 4]  # batch
+forward:
+  mm_0: f64[8, 4] = mm(x0, p0)
+  tanh_0: f64[8, 4] = tanh(mm_0)
+  mm_1: f64[8, 4] = mm(tanh_0, p1)
+  compress_0: 2 values = compress(tanh_0, int8)
+  getitem_0: i8[1, 2, 64] = getitem(compress_0, 0)
+  getitem_1: f32[1, 1, 1] = getitem(compress_0, 1)
+  sum_0: f32[] = sum.dim_IntList(getitem_1, None, dtype=torch.float32)
+  require_finite_0: NoneType = require_finite(sum_0, [], [])
+  sum_1: f64[] = sum(mm_1)
+"""
+
+
+def test_nothing_to_do():
+    assert "lossy" in CheckFinite().requires(two_layers())
+    assert "lossy" in CheckFinite().requires(packed(two_layers(), "1-bit sign"))
+
+
+def counting():
+    """A step that counts its calls in a buffer before anything is packed."""
+    def layer(p, buffer, x):
+        buffer.add_(1)
+        tanh = torch.tanh(torch.mm(x, p))
+        loss = tanh.sum()
+        upstream = torch.ops.aten.expand(seed(loss), (8, 4))
+        return loss, gradient(torch.mm(x.permute(1, 0), upstream * torch.cos(tanh)))
+
+    return packed(by_hand(layer, ("p", torch.rand(4, 4).double()), ("b", torch.zeros(4)),
+                          ("x", torch.rand(8, 4).double())))
+
+
+@pytest.mark.parametrize("lower", [
+    eager.lower, pytest.param(inductor.lower, marks=pytest.mark.inductor)], ids=["eager", "inductor"])
+def test_what_was_written_is_put_back(lower):
+    step = counting()
+    assert CheckFinite().requires(step) is None
+    CheckFinite().run(step)
+    step.verify()
+    run, values = lower(step), values_for(step)
+    values[2].fill_(torch.nan)
+    before = [v.clone() for v in values]
+    with pytest.raises(NotFinite):
+        run(list(values))
+    assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(before, values))
+    values[2].fill_(1.0)
+    run(list(values))
+    assert torch.equal(values[1], before[1] + 1)
+
+
+def test_what_would_have_to_be_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(check_finite, "LARGEST", 8)
+    assert "16 B of the step's inputs are written before" in CheckFinite().requires(counting())
+
+
+def test_outliers_leave_the_step_in_pieces():
+    """An operator that writes in place what the step makes would keep it from being cut."""
+    step = packed(two_layers(), "int4 outliers")
+    assert can_cut(compression.expanded(step, inductor.decompositions()))

@@ -1,0 +1,140 @@
+"""What the tests of ZeRO run on every rank of real gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import memopt_compile as memopt
+from memopt_compile import records
+from memopt_compile.collectives import is_collective
+from memopt_compile.step_graph import op_name
+
+ROWS = 4  # samples a rank and step
+
+
+class Uneven(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, none at all, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 7), nn.Linear(7, 1), nn.Linear(1, 3)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.frozen(F.gelu(self.first(x))) * self.scale))
+
+
+class Tied(nn.Module):
+    """Two readers of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(5, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(F.gelu(self.last(F.gelu(self.inner(F.gelu(self.first(x)))))))
+
+
+def even() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16),
+                         nn.GELU(), nn.Linear(16, 8))
+
+
+def batches(rank: int, ranks: int, dtype: torch.dtype, steps: int = 3) -> Iterator[tuple]:
+    """The rows of this rank, in every step."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        x = torch.randn(ROWS * ranks, 6, generator=generator, dtype=dtype)
+        y = torch.randint(3, (ROWS * ranks,), generator=generator)
+        yield x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9,
+                           weight_decay=0.01)
+
+
+def step_of(model: nn.Module, opt: torch.optim.Optimizer, micro: int = 1, clip: float | None = None,
+            reduce: Callable = lambda p: p.grad) -> Callable:
+    """An ordinary training step. `reduce` says what becomes of a gradient before it is used."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        total = 0.0
+        for xs, ys in memopt.micro_batches(micro, x, y):
+            loss = F.cross_entropy(model(xs), ys) / micro
+            loss.backward()
+            total = total + loss.detach()
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = reduce(p)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    return step
+
+
+def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,
+            optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0, **how: Any) -> dict[str, Any]:
+    """Some steps in a stage of ZeRO, in stage 0 with an all-reduce of each gradient."""
+    model = made(kind, dtype)
+    opt = optimizer(model)
+    if stage:
+        memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
+        step = step_of(model, opt, **how)
+    else:
+        name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
+        step = step_of(model, opt, **how, reduce=lambda p: c10d.wait_tensor(
+            c10d.all_reduce(p.grad, "avg", name)))
+    run = torch.compile(step, backend="memopt", options={"zero": stage, "lowering": lowering})
+    losses = [float(run(x, y)) for x, y in batches(rank, ranks, dtype)]
+    parameters = whole(model)
+    record = records.compilations(step.__code__)[-1]
+    return {"losses": losses, "parameters": parameters, "kind": record.kind,
+            "reason": record.reason, "calls": calls(record),
+            "predicted": record.predicted_peak_bytes,
+            "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes
+                         for x, y in batches(rank, ranks, dtype, measured)],
+            "resident": memopt.measure(lambda: None, resident=(model, opt)).resident_bytes}
+
+
+def alone(kind: Callable, ranks: int, optimizer: Callable = adamw, **how: Any) -> dict[str, Any]:
+    """One process with the batches of all ranks, in float64 and eager."""
+    model = made(kind, torch.float64)
+    step = step_of(model, optimizer(model), **how)
+    losses = []
+    for each in zip(*(batches(rank, ranks, torch.float64) for rank in range(ranks))):
+        xs, ys = zip(*each)
+        losses.append(float(step(torch.cat(xs), torch.cat(ys))))
+    return {"losses": losses, "parameters": whole(model)}
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for name, p in model.named_parameters()}
+
+
+def calls(record: records.Compilation) -> list[str]:
+    return [op_name(n) for n in record.step.computing() if is_collective(n)]

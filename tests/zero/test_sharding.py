@@ -1,0 +1,225 @@
+"""`memopt.shard_`: what it refuses, what eager still does, and checkpoints."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import memopt_compile as memopt
+from memopt_compile.errors import MemoptError, OptionError
+
+DOUBLE = torch.float64
+
+
+def says(function):
+    """The class and the text of the error that every rank has to raise."""
+    with pytest.raises(MemoptError) as caught:
+        function()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def refusals(rank, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def shard(model=None, opt=None, mesh=mesh, stage=3):
+        model = model or nn.Linear(4, 4)
+        memopt.shard_(model, opt or cases.sgd(model), mesh, stage=stage)
+
+    def with_gradient(here=True):
+        model = nn.Linear(4, 4)
+        if here:
+            model.weight.grad = torch.ones(4, 4)
+        return model
+
+    placed, sharded = nn.Linear(4, 4), nn.Linear(4, 4)
+    placed.weight = nn.Parameter(distribute_tensor(placed.weight.detach(), mesh, [Replicate()]))
+    shard(sharded)
+    return {
+        "stage is 4": says(lambda: shard(stage=4)),
+        "mesh is a NoneType": says(lambda: shard(mesh=None)),
+        "the mesh has 2 dimensions": says(lambda: shard(mesh=init_device_mesh("cpu", (1, ranks)))),
+        "the update of Adafactor is not known to be elementwise": says(
+            lambda: shard(m := nn.Linear(4, 4), torch.optim.Adafactor(m.parameters()))),
+        "the update of AdamW keeps its state in formats": says(
+            lambda: shard(m := nn.Linear(4, 4), memopt.optim.AdamW(m.parameters()))),
+        "weight is a DTensor with placements (Replicate(),)": says(lambda: shard(placed)),
+        "weight is sharded already": says(lambda: shard(sharded)),
+        "weight has a gradient": says(lambda: shard(with_gradient())),
+        "keeps its parameters in a list of its own": says(lambda: shard(nn.LSTM(4, 4))),
+        "the optimizer has 2 parameters that are not the model's": says(
+            lambda: shard(opt=cases.sgd(nn.Linear(4, 4)))),
+        "is on the meta device and has no reset_parameters()": says(
+            lambda: shard(Bare())),
+        ("weight has a gradient\n" if rank else "rank 1 is refused: weight has a gradient\n"): says(
+            lambda: shard(with_gradient(rank == 1))),
+        "parameters or settings of rank 1 are not those of rank 0": says(
+            lambda: shard(nn.Linear(4, 4 + rank))),
+    }
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, **options):
+    model = cases.made(cases.even, DOUBLE)
+    opt = cases.adamw(model)
+    if shard:
+        memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
+    step = cases.step_of(model, opt, micro)
+    return model, opt, step, torch.compile(step, backend="memopt", options={
+        "zero": stage if asked is None else asked, "lowering": "eager", **options})
+
+
+def wrong_steps(rank, ranks):
+    batch = next(cases.batches(rank, ranks, DOUBLE))
+    return {
+        "memopt.shard_(model, opt, mesh, stage=3)": says(
+            lambda: compiled(rank, ranks, 3, shard=False)[-1](*batch)),
+        'options={"zero": 3}': says(lambda: compiled(rank, ranks, 3, asked=0)[-1](*batch)),
+        "accumulate='optimizer_states' with zero": says(lambda: compiled(
+            rank, ranks, 3, accumulate="optimizer_states")[-1](*batch)),
+        "the collectives of the step of rank 1": says(
+            lambda: compiled(rank, ranks, 3, micro=1 + rank)[-1](*batch)),
+        "the budget is 1 B" if rank else "none: the smallest peak found": says(lambda: compiled(
+            rank, ranks, 3, memory_budget=1 if rank else "1GiB")[-1](*batch)),
+    }
+
+
+def in_turn(rank, ranks):
+    """The same weights whether eager or the compiled step updates them, and what is read between."""
+    model, opt, step, run = compiled(rank, ranks, 2)
+    first, *rest, last = cases.batches(rank, ranks, DOUBLE, steps=4)
+    step(*first)  # the whole parameters are old now
+    for batch in rest:
+        run(*batch)
+    step(*last)
+    with torch.no_grad():
+        seen = model(torch.ones(2, 6, dtype=DOUBLE))
+    return {"parameters": cases.whole(model), "seen": seen, "names": list(model.state_dict()),
+            "sharded": all(isinstance(p, DTensor) for p in model.state_dict().values())}
+
+
+def checkpoints(rank, ranks, folder):
+    """Saved in stage 2, loaded in stage 3."""
+    model, opt, _, run = compiled(rank, ranks, 2)
+    for batch in cases.batches(rank, ranks, DOUBLE, steps=2):
+        run(*batch)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, opt))), checkpoint_id=folder)
+    before = cases.whole(model), state_of(model, opt)
+    model, opt, _, run = compiled(rank, ranks, 3)
+    load(model, opt, folder)
+    after = cases.whole(model), state_of(model, opt)
+    run(*next(cases.batches(rank, ranks, DOUBLE)))
+    return {"before": before, "after": after, "trained on": cases.whole(model)}
+
+
+def load(model, opt, folder):
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt)))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=state["model"],
+                   optim_state_dict=state["optimizer"])
+
+
+def state_of(model, opt):
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{names[p]}.{key}": v.full_tensor() if isinstance(v, DTensor) else v.clone()
+            for p, state in opt.state.items() for key, v in state.items()}
+
+
+def from_meta(rank, ranks):
+    """The values of the first rank, on all ranks."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    torch.manual_seed(rank)
+    opt = cases.sgd(model)
+    memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)))
+    same = {id(p) for p in model.parameters()} == {id(p) for p in opt.param_groups[0]["params"]}
+    return cases.whole(model), same
+
+
+def everything(rank, ranks, folder):
+    return {"refusals": refusals(rank, ranks), "steps": wrong_steps(rank, ranks),
+            "in turn": in_turn(rank, ranks), "checkpoints": checkpoints(rank, ranks, folder),
+            "meta": from_meta(rank, ranks)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, folder):
+    return on_ranks(2, tmp_path_factory.mktemp("ranks"), everything, 2, folder)
+
+
+@pytest.mark.parametrize("kind", ["refusals", "steps"])
+def test_refuses_on_every_rank(pair, kind):
+    for rank in pair:
+        for words, (_, text) in rank[kind].items():
+            assert words in text
+
+
+def test_what_differs_between_ranks_is_an_error_of_its_own(pair):
+    assert pair[0]["refusals"]["rank 1 is refused: weight has a gradient\n"][0] == "RankError"
+    assert [rank["steps"]["the collectives of the step of rank 1"][0] for rank in pair] == 2 * ["RankError"]
+
+
+def test_eager_and_compiled_steps_in_turn(pair):
+    model = cases.made(cases.even, DOUBLE)
+    step = cases.step_of(model, cases.adamw(model))
+    for (x, y), (u, v) in zip(*(cases.batches(rank, 2, DOUBLE, steps=4) for rank in (0, 1))):
+        step(torch.cat([x, u]), torch.cat([y, v]))
+    for rank in pair:
+        found = rank["in turn"]
+        assert found["names"] == list(model.state_dict()) and found["sharded"]
+        for name, value in cases.whole(model).items():
+            assert float((found["parameters"][name] - value).abs().max()) <= 1e-11
+        assert torch.allclose(found["seen"], model(torch.ones(2, 6, dtype=DOUBLE)), atol=1e-11, rtol=0)
+
+
+def test_checkpoint_of_one_stage_in_another_and_in_one_process(pair, folder):
+    model = cases.made(cases.even, DOUBLE)
+    opt = cases.adamw(model)
+    load(model, opt, folder)
+    here = cases.whole(model), state_of(model, opt)
+    for rank in pair:
+        before, after = rank["checkpoints"]["before"], rank["checkpoints"]["after"]
+        for kind in (0, 1):
+            assert before[kind].keys() == after[kind].keys() == here[kind].keys()
+            assert all(torch.equal(before[kind][n], after[kind][n]) for n in before[kind])
+            assert all(torch.equal(before[kind][n], here[kind][n]) for n in before[kind])
+        first, second = (r["checkpoints"]["trained on"] for r in pair)
+        assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_meta_device(pair):
+    (first, same), (second, _) = (rank["meta"] for rank in pair)
+    assert same and all(torch.equal(first[n], second[n]) and first[n].isfinite().all() for n in first)
+
+
+def test_refuses_without_a_process_group():
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="there is no process group"):
+        memopt.shard_(model, cases.sgd(model), None)
+
+
+def test_refuses_one_process(tmp_path):
+    model = nn.Linear(4, 4)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/found", rank=0, world_size=1)
+    try:
+        with pytest.raises(OptionError, match="there is one process"):
+            memopt.shard_(model, cases.sgd(model), init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()

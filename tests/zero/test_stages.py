@@ -1,0 +1,96 @@
+"""Each stage of ZeRO gives the numbers of plain data parallel, and of one process with all data."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from ranks import on_ranks
+
+
+def of_two(rank, ranks):
+    found = {("uneven", stage): cases.trained(rank, ranks, stage, cases.Uneven) for stage in (0, 1, 3)}
+    for stage in (1, 3):
+        found["clipped", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64,
+                                                cases.adamw, micro=2, clip=0.5)
+    return found
+
+
+def of_four(rank, ranks):
+    return {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
+            for stage in (0, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return on_ranks(2, tmp_path_factory.mktemp("ranks"), of_two, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return on_ranks(4, tmp_path_factory.mktemp("ranks"), of_four, 4)
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_is_data_parallel_bit_for_bit_on_two_ranks(pair, stage):
+    for rank in pair:
+        assert same_bits(rank["uneven", stage]["parameters"], rank["uneven", 0]["parameters"])
+        assert rank["uneven", stage]["losses"] == rank["uneven", 0]["losses"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_is_data_parallel_bit_for_bit_on_four_ranks(four, stage):
+    for rank in four:
+        assert same_bits(rank["even", stage]["parameters"], rank["even", 0]["parameters"])
+        assert rank["even", stage]["losses"] == rank["even", 0]["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_is_one_process_on_the_whole_batch(pair, stage):
+    """With tied weights, two micro-batches and clipping by the norm of all gradients."""
+    expected = cases.alone(cases.Tied, 2, clip=0.5)
+    losses, wanted = (torch.tensor(given, dtype=torch.float64) for given in (
+        [rank["clipped", stage]["losses"] for rank in pair], expected["losses"]))
+    assert float((losses.mean(0) - wanted).abs().max()) <= 1e-12
+    for rank in pair:
+        for name, value in expected["parameters"].items():
+            assert float((rank["clipped", stage]["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+def test_steps_are_captured_whole(pair, four):
+    assert {(r["kind"], r["reason"]) for rank in (*pair, *four) for r in rank.values()} == {("step", None)}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_predicted_peak_is_the_measured_one(four, stage):
+    """A thread of gloo's may hold what it has sent for a moment longer, so the least counts."""
+    predicted, = {rank["even", stage]["predicted"] for rank in four}
+    assert min(bytes_ for rank in four for bytes_ in rank["even", stage]["measured"]) == predicted
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resident_bytes(four, stage):
+    """Parameters and one momentum in float32, in stage 2 with the parameters whole."""
+    count = sum(p.numel() for p in cases.even().parameters())
+    whole = 4 * count * (1 if stage == 2 else 1 / 4)
+    assert {rank["even", stage]["resident"] for rank in four} == {whole + 4 * count / 4}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_collectives_of_a_mini_batch(pair, stage):
+    """Seven parameters, one of them read twice; two micro-batches; the norm of all gradients."""
+    calls = pair[0]["clipped", stage]["calls"]
+    counts = {name: calls.count(name) for name in set(calls)}
+    again = 2  # of four weights: the first is not read by backward, the last is still there
+    assert counts == {"all_reduce": 1, "reduce_scatter_tensor": 7 if stage == 1 else 2 * 7,
+                      "all_gather_into_tensor": 7 if stage == 1 else 2 * (8 + again)}
+
+
+def test_ranks_make_the_same_calls(pair, four):
+    for ranks in (pair, four):
+        for case in ranks[0]:
+            assert all(rank[case]["calls"] == ranks[0][case]["calls"] for rank in ranks)
