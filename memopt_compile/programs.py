@@ -164,7 +164,7 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
     """What is in the way of the budget, and what each way to need less would come to."""
     limit, plan = record.budget_bytes() or 0, record.step.plan
     needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
-    means = "the smallest peak found" if plan else "the peak"
+    means = "the smallest peak found"
     if plan and plan.again:
         means += ", by computing activations again,"
     if not record.options.recompute:

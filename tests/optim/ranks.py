@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +17,15 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
 
     They find each other by a file in `folder`: there is no port to be taken. A rank that waits
     for another in vain fails after five minutes.
+
+    Raises:
+        AssertionError: with what each rank that failed says, as one's failure is often another's doing.
     """
-    torch.multiprocessing.spawn(_rank, (count, str(folder), function, args), nprocs=count)
+    try:
+        torch.multiprocessing.spawn(_rank, (count, str(folder), function, args), nprocs=count)
+    except Exception as error:
+        said = [f"{path.name}: {path.read_text()}" for path in sorted(folder.glob("rank *"))]
+        raise AssertionError("\n".join(said) or str(error)) from None
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
@@ -25,6 +33,10 @@ def _rank(rank: int, count: int, folder: str, function: Callable, args: tuple) -
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/found", rank=rank,
                             world_size=count, timeout=timedelta(minutes=5))
-    torch.save(function(rank, *args), Path(folder, f"{rank}.pt"))
+    try:
+        torch.save(function(rank, *args), Path(folder, f"{rank}.pt"))
+    except BaseException:
+        Path(folder, f"rank {rank}").write_text(traceback.format_exc()[-2000:])
+        raise
     dist.barrier()  # who is still being asked stays
     dist.destroy_process_group()
