@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor, compression, dequantizing
+from .. import compat_inductor
 from ..costs import is_library, workspace_bytes
 from ..finiteness import REQUIRE_FINITE, not_looking
+from ..inlining import inlined
 from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
 from ..step_graph import StepGraph, op_name
 
@@ -81,7 +82,7 @@ class Lowered:
 
 def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
-    step = dequantizing.expanded(compression.expanded(step, decompositions()), decompositions())
+    step = inlined(step, decompositions())
     if whole or not can_cut(step):
         step = not_looking(step)
         parts = [one_piece(step)]

@@ -1,23 +1,18 @@
-"""The operators `memopt::compress` and `memopt::decompress`, and what they are to Inductor.
+"""The operators `memopt::compress` and `memopt::decompress`.
 
-In eager they go through the tensor a slab of rows at a time, so that what they hold beside operand
-and result stays small. For Inductor they are replaced by their arithmetic (`expanded`), which fuses.
+They go through the tensor a slab of rows at a time, so that what they hold beside operand and result
+stays small. For Inductor `whole_parts` and `whole_value` stand in their place: see `inlining`.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
 from .compat_trace import hinted
 from .quantization.activations import FORMATS, Packing
-from .step_graph import StepGraph
 
 ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
 
@@ -122,41 +117,3 @@ def _layouts(packing: Packing, rows: Tensor) -> list[tuple[torch.Size, torch.dty
     rows = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
     parts = packing.encode(rows, packing.shared(packing.statistic(rows)))
     return [(p.shape, p.dtype) for p in parts]
-
-
-def expanded(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
-    """The step, or a copy of it with their arithmetic in the place of both operators."""
-    if not any(node.target is COMPRESS for node in step.computing()):
-        return step
-    step = step.copy()
-    for node in list(step.computing()):
-        if node.target is COMPRESS:
-            items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-            made = inline(step, node, partial(whole_parts, form=node.args[1]), node.args[:1],
-                           decompositions)
-            for i, item in items.items():
-                step.replace(item, made[i])
-            step.erase(node)
-        elif node.target is DECOMPRESS:
-            made = inline(step, node, partial(_unpacked, node.args[1:]), node.args[0], decompositions)
-            step.replace(node, made[0])
-    return step
-
-
-def _unpacked(layout: tuple, *parts: Tensor) -> list[Tensor]:
-    return [whole_value(parts, *layout)]
-
-
-def inline(step: StepGraph, node: fx.Node, function: Any, reads: Sequence[fx.Node],
-            decompositions: Mapping[Any, Any]) -> list[fx.Node]:
-    """The results of `function` of `reads`, traced into the graph before `node`."""
-    values = [n.meta["val"] for n in reads]
-    with values[0].fake_mode:
-        traced = make_fx(function, decomposition_table=dict(decompositions))(*values).graph
-    known = dict(zip(traced.find_nodes(op="placeholder"), reads))
-    for made in traced.nodes:
-        if made.op == "call_function":
-            with step.graph.inserting_before(node):
-                known[made] = step.graph.node_copy(made, known.__getitem__)
-            step.phases[known[made]] = step.phase(node)
-    return [known[n] for n in traced.output_node().args[0]]

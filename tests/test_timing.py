@@ -7,11 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
-from graphs import by_hand, mlp, training_step  # noqa: E402
+from graphs import by_hand, mlp, ordinary_step, training_step  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile import timing  # noqa: E402
@@ -182,14 +181,7 @@ def stack():
     model = nn.Sequential(*layers, nn.Linear(32, 4)).double()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return step, (torch.randn(256, 32, dtype=torch.float64), torch.randint(4, (256,))), model
+    return ordinary_step(model, opt), (torch.randn(256, 32, dtype=torch.float64), torch.randint(4, (256,))), model
 
 
 def trained(**options):

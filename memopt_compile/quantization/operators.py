@@ -1,7 +1,7 @@
 """The operators `memopt::quantize` and `memopt::dequantize`: parameters, gradients and moments.
 
 They go through a tensor a slab at a time, so that what they hold beside operand and result stays
-small. For Inductor `whole_value` stands in the place of `dequantize`: see `dequantizing`. A format
+small. For Inductor `whole_value` stands in the place of `dequantize`: see `inlining`. A format
 is named by its map, bits and block: see `formats.form_of`.
 """
 

@@ -1,7 +1,6 @@
 import torch
-from graphs import captured, outcome, two_layers
+from graphs import captured, ordinary_step, outcome, two_layers
 from torch import nn
-from torch.nn import functional as F
 
 import memopt_compile as memopt
 from memopt_compile import records
@@ -169,14 +168,7 @@ def test_convolutions_and_norms_train_as_in_eager():
         model = memopt.quantize_parameters_(nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)), bits=10)
         opt = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, state_bits=8)
-
-        def step(x, y):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
-
+        step = ordinary_step(model, opt)
         if lowering:
             torch._dynamo.reset()
             step = torch.compile(step, backend="memopt", options={"lowering": lowering})
