@@ -195,10 +195,11 @@ def traced_without_grad(tx: Any) -> Iterator[None]:
 
 
 def global_optimizer_hooks() -> bool:
-    """Whether any hook is registered for all optimizers of the process."""
+    """Whether any hook is registered for all optimizers of the process, but those that only check."""
     from torch.optim import optimizer
 
-    return bool(optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+    hooks = (*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values())
+    return any(not getattr(hook, "only_checks", False) for hook in hooks)
 
 
 def attribute_source(variable: Any, name: str) -> Any:

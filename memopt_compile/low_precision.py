@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import zlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from torch import Tensor, nn, strided
+from torch import Tensor, compiler, nn, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import QuantizationError
@@ -139,6 +142,7 @@ def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
              made: dict[int, nn.Parameter]) -> None:
+    _check_every_step()
     for _, module, name, p in slots:
         if id(p) in made:
             _replaced[p] = name
@@ -157,6 +161,17 @@ def check_optimizers(optimizers: Iterable[Optimizer], where: str) -> None:
             raise _error(f"{type(optimizer).__name__} has {len(old)} parameters ({', '.join(old[:3])} ..) that "
                          "a conversion of the model has replaced: it would train nothing", where,
                          "make the optimizer after memopt.quantize_parameters_")
+
+
+@functools.cache
+def _check_every_step() -> None:
+    """From now on an optimizer that trains what was replaced is refused where nothing is compiled, too."""
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not compiler.is_compiling():  # the driver looks at those that it captures
+            check_optimizers([optimizer], "optimizer.step()")
+
+    check.only_checks = True  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(check)
 
 
 def _error(what: str, where: str, do: str) -> QuantizationError:

@@ -231,7 +231,8 @@ def test_decoding_holds_no_more_than_a_slab():
     assert seen.end_bytes == 4 << 20 and seen.transient_peak_bytes <= (4 << 20) + (1 << 20)
 
 
-def test_an_optimizer_of_the_old_parameters_is_refused():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_optimizer_of_the_old_parameters_is_refused(compiled):
     """It would train what no model has any more."""
     torch._dynamo.reset()
     model = nn.Linear(8, 4)
@@ -244,5 +245,21 @@ def test_an_optimizer_of_the_old_parameters_is_refused():
         opt.zero_grad()
 
     with pytest.raises(QuantizationError, match="would train nothing") as refusal:
-        memopt.compile(step, lowering="eager")(torch.randn(4, 8))
+        (memopt.compile(step, lowering="eager") if compiled else step)(torch.randn(4, 8))
     assert "after memopt.quantize_parameters_" in refusal.value.do
+
+
+def test_looking_for_old_parameters_keeps_no_step_from_being_captured():
+    """It is done in a hook for all optimizers, which others than ours prevent."""
+    torch._dynamo.reset()
+    memopt.quantize_parameters_(nn.Linear(8, 4))
+    model = nn.Linear(8, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    torch.compile(step, backend="memopt", fullgraph=True, options={"lowering": "eager"})(torch.randn(4, 8))
+    assert model.weight.grad is None
