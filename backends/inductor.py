@@ -25,10 +25,23 @@ from torch import Tensor, fx
 
 from .. import compat_inductor
 from ..costs import is_library, workspace_bytes
-from ..finiteness import REQUIRE_FINITE, not_looking
+from ..errors import OptionError
+from ..finiteness import not_looking
 from ..inlining import inlined
-from ..pieces import Piece, can_cut, constant, host_call, is_host, is_view, one_piece, pieces, root
+from ..pieces import (
+    Piece,
+    can_cut,
+    constant,
+    host_call,
+    in_its_place,
+    is_host,
+    is_view,
+    one_piece,
+    pieces,
+    root,
+)
 from ..step_graph import StepGraph, op_name
+from ..transfers import is_transfer
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes
@@ -84,6 +97,9 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
     step = inlined(step, decompositions())
     if whole or not can_cut(step):
+        if any(map(is_transfer, step.computing())):
+            raise OptionError("the step is one piece for Inductor, and copies go between pieces",
+                              where="offload=True", do="leave offload out, or take lowering='eager'")
         step = not_looking(step)
         parts = [one_piece(step)]
     else:
@@ -163,10 +179,10 @@ def source(step: StepGraph, calls: list[tuple[str, Piece]]) -> tuple[str, dict[s
                            [names[a] for a in node.all_input_nodes], piece=False))
 
     place = {n: i for i, n in enumerate(step.graph.nodes)}
-    looks = step.graph.find_nodes(op="call_function", target=REQUIRE_FINITE)
+    waiting = [n for n in step.graph.nodes if in_its_place(n)]
     for name, piece in calls:
-        while looks and piece.first and place[looks[0]] < place[piece.first]:
-            compute(looks.pop(0))
+        while waiting and piece.first and place[waiting[0]] < place[piece.first]:
+            compute(waiting.pop(0))
         for node in piece.inputs:
             compute(node)
         made = [f"v{len(names) + i}" for i in range(len(piece.outputs))]

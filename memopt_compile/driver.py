@@ -31,7 +31,7 @@ from . import (
 from .backends import eager, inductor
 from .errors import MemoptError, OptionError
 from .low_precision import check_optimizers
-from .options import Options, refuse_unbuilt
+from .options import Options
 from .records import Compilation, remember
 from .verification import regions, run_regions_once, verifying
 
@@ -54,7 +54,6 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
         if mode is not None:
             raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
                               do="leave it out: memopt's settings are in options={...}")
-        refuse_unbuilt(opts)
         return _compile(gm, example_inputs, opts)
     except MemoptError as error:
         return _raiser(error)

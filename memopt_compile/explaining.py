@@ -16,7 +16,7 @@ from torch import fx
 from . import compat, compat_trace
 from .errors import CaptureError, MemoptError
 from .frontier import Frontier, frontier
-from .options import Options, refuse_unbuilt
+from .options import Options
 from .records import Compilation, code_of, planning
 from .render import Report
 
@@ -60,7 +60,7 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Fr
 def planned(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
               captured_only: bool = False) -> Compilation:
     """The record of compiling `step` for `args`, without running anything of it."""
-    refuse_unbuilt(Options.from_dict(options))
+    Options.from_dict(options)  # what is wrong with them is wrong before anything is traced
     plan = _Plan(options)
     compiled = torch.compile(_copy(step), backend=plan)
     if not hasattr(compiled, "_torchdynamo_orig_callable"):

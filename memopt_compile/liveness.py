@@ -6,6 +6,7 @@ The model, shared by planning, scheduling and reports:
 - inputs are resident throughout: the caller holds them;
 - a storage is born when its owner runs and dies after the last node that touches any alias;
 - outputs live to the end;
+- what was sent to the host takes nothing of the device;
 - while a node runs it may hold workspace that it frees before it returns (`costs.workspace`).
 
 Sizes are bytes of the whole storage behind a value, not of the view of it.
@@ -22,6 +23,7 @@ from torch import fx
 
 from .compat_trace import hinted
 from .step_graph import Phase, StepGraph, nbytes, operands, storage_roots
+from .transfers import TO_HOST
 
 Workspace = Callable[[fx.Node], int]
 
@@ -86,7 +88,7 @@ def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetim
             if r not in inputs and r.op != "output")
         if node in inputs or node.op == "output" or roots[node] != {node}:
             continue
-        size[node] = born[node] = nbytes(node.meta.get("val"), number)
+        size[node] = born[node] = 0 if node.target is TO_HOST else nbytes(node.meta.get("val"), number)
         if node.target is operator.getitem:
             born[node] = 0
             size[node.args[0]] -= size[node]

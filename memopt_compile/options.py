@@ -34,11 +34,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "verify": (False, True),
 }
 
-# In this version only the first choice of each of these works.
-UNBUILT = {
-    "offload": "offload to host memory",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -53,7 +48,7 @@ class Options:
         compress: None, "int8", "int4" or "auto": the planner may keep activations in fewer bits.
         max_gradient_error: a share of the gradient's norm, such as 0.05. Formats with larger errors are
             not used, and with `verify` the first step is refused if its gradients are further off.
-        offload: the planner may move values to host memory and back.
+        offload: for a budget, activations may wait for backward in the host's memory (CUDA).
         accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
         zero: ZeRO stage, 0 to 3; the model is sharded for it by `memopt.shard_`.
@@ -88,6 +83,8 @@ class Options:
         if self.adapt and (self.memory_budget is None or self.compress not in ("int4", "auto")):
             raise _wrong("adapt", True, "give memory_budget and compress='int4' or 'auto' too: formats of 4 "
                          "bits are what adapts")
+        if self.offload and self.memory_budget is None:
+            raise _wrong("offload", True, "give memory_budget too: it says how much has to go")
         error = self.max_gradient_error
         if error is not None and not (isinstance(error, float) and 0 < error < 1):
             raise _wrong("max_gradient_error", error, "give a share between 0.0 and 1.0, or None")
@@ -111,22 +108,6 @@ class Options:
                     do=f"choose from {', '.join(names)}",
                 )
         return cls(**(options or {}))
-
-
-def refuse_unbuilt(options: Options) -> None:
-    """Refuse what the contract has and this version has not, rather than ignore it.
-
-    Raises:
-        OptionError: an option asks for a planned feature.
-    """
-    for name, feature in UNBUILT.items():
-        value, works = getattr(options, name), CHOICES[name][0]
-        if value != works:
-            raise OptionError(
-                f"{feature} is planned and not in this version",
-                where=f"{name}={value!r}",
-                do=f"leave {name!r} out (it is {works!r} by default)",
-            )
 
 
 def parse_bytes(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The ways in which the activations of a step could be packed, with what each costs."""
+"""The ways in which the activations of a step could be packed or put away, with what each costs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torch import fx
+from torch import Tensor, fx
 
-from .compression import COMPRESS, DECOMPRESS, layout
+from .compression import COMPRESS, DECOMPRESS, is_dense, layout
 from .quantization.activations import FORMATS
 from .sensitivity import Sensitivity
 from .step_graph import nbytes
+from .transfers import FROM_HOST, HOST, TO_HOST
 
 SMALLEST = 4096  # bytes: less is not worth two operators
 LARGEST = 0.6  # of the value: more is not worth it either
@@ -27,18 +28,12 @@ class Packed:
     seconds: float
     encode: fx.Node
     decode: fx.Node
-
-    @property
-    def error(self) -> float:
-        return FORMATS[self.form].error
+    error: float = 0.0
+    restores: bool = True
 
     @property
     def lossy(self) -> bool:
         return self.error > 0
-
-    @property
-    def restores(self) -> bool:
-        return FORMATS[self.form].restores
 
 
 def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
@@ -71,4 +66,19 @@ def _packed(node: fx.Node, form: str, seconds: Callable[[fx.Node], float]) -> Pa
         parts[-1].meta["val"] = part
     decode = graph.call_function(DECOMPRESS, (parts, form, *layout(value)))
     decode.meta["val"] = value
-    return Packed(form, nbytes(encode.meta["val"]), seconds(encode) + seconds(decode), encode, decode)
+    return Packed(form, nbytes(encode.meta["val"]), seconds(encode) + seconds(decode), encode, decode,
+                  FORMATS[form].error, FORMATS[form].restores)
+
+
+def in_host_memory(node: fx.Node, seconds: Callable[[fx.Node], float]) -> tuple[Packed, ...]:
+    """The value of `node` sent to the host and fetched again, if that is worth it. The seconds are those of
+    copies with no other work beside them."""
+    graph, value = fx.Graph(), node.meta["val"]
+    if not isinstance(value, Tensor) or nbytes(value) < SMALLEST or not is_dense(value):
+        return ()
+    source, sent = graph.placeholder(node.name), graph.placeholder("sent")
+    source.meta["val"], sent.meta["val"] = value, TO_HOST(value)
+    encode = graph.call_function(TO_HOST, (source,))
+    decode = graph.call_function(FROM_HOST, (sent, value.device))
+    encode.meta["val"], decode.meta["val"] = sent.meta["val"], value
+    return (Packed(HOST, 0, seconds(encode) + seconds(decode), encode, decode),)

@@ -20,12 +20,14 @@ Rules:
    into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
    tensors that stay what they are.
 6. Collectives and their readers are in one piece: a result on its way is not handed over.
-7. Where the step may be taken back (`finiteness`) there is a cut, and the program looks.
+7. Where the step may be taken back (`finiteness`) or a copy between host and device begins or has to
+   be over (`transfers`) there is a cut, and the program does that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,9 +39,10 @@ from torch import Tensor, fx
 
 from .finiteness import REQUIRE_FINITE
 from .ordering import is_collective
+from .repetition import longest_repetition
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
+from .transfers import is_transfer
 
-SHORTEST = 12  # operators: below that a call costs more than compiling it twice
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
@@ -71,8 +74,12 @@ def is_host(node: fx.Node) -> bool:
     """Whether the program runs `node` itself, between the pieces (rule 4)."""
     of_a_number = str(node.target) == "aten.scalar_tensor.default" and bool(node.all_input_nodes)
     return node.op == "call_function" and (
-        str(node.target) in _HOST or of_a_number or _SLICED in node.meta
-        or node.target is REQUIRE_FINITE)
+        str(node.target) in _HOST or of_a_number or _SLICED in node.meta or in_its_place(node))
+
+
+def in_its_place(node: fx.Node) -> bool:
+    """Whether the program runs `node` neither earlier nor later than the schedule says (rule 7)."""
+    return node.target is REQUIRE_FINITE or is_transfer(node)
 
 
 def mark_slices(step: StepGraph) -> None:
@@ -106,7 +113,7 @@ def host_call(node: fx.Node) -> Callable[..., Any]:
 
 def is_view(node: fx.Node) -> bool:
     return (node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
-            and _SLICED not in node.meta)
+            and _SLICED not in node.meta and not is_transfer(node))
 
 
 def is_item(node: fx.Node) -> bool:
@@ -237,26 +244,6 @@ def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
             *_cuts(labels, crossing, points[turns], high)]
 
 
-def longest_repetition(labels: np.ndarray,
-                       shortest: int = SHORTEST) -> tuple[int, int, int] | None:
-    """(start, period, length) of the longest stretch that repeats itself at least once, with
-    the shortest period, from `shortest` on, among equally long ones."""
-    best: tuple[int, int, int] | None = None
-    for period in range(shortest, len(labels) // 2 + 1):
-        if best is not None and best[2] == len(labels):
-            break
-        same = np.concatenate(([0], labels[:-period] == labels[period:], [0])).astype(np.int8)
-        edges = np.flatnonzero(np.diff(same))
-        if not len(edges):
-            continue
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        longest = int(lengths.argmax())
-        length = int(lengths[longest]) + period
-        if length >= 2 * period and (best is None or length > best[2]):
-            best = int(starts[longest]), period, length
-    return best
-
-
 def _align(crossing: np.ndarray, start: int, period: int, length: int) -> tuple[int, int]:
     """Turn the repetition so that its cuts fall where least crosses: (start, turns)."""
     def cost(shift: int) -> tuple[int, int, int]:
@@ -286,10 +273,9 @@ def pieces(step: StepGraph) -> list[Piece]:
     own operators and results, still read."""
     mark_slices(step)
     nodes = body(step)
-    placed = {*nodes, *step.graph.find_nodes(op="call_function", target=REQUIRE_FINITE)}  # one look at most
-    looks = [i for i, n in enumerate(filter(placed.__contains__, step.graph.nodes))
-             if n.target is REQUIRE_FINITE]
-    points = sorted({0, *cut_points(nodes), *looks, len(nodes)})
+    ahead = itertools.accumulate(map(set(nodes).__contains__, step.graph.nodes))
+    forced = [i for i, n in zip(ahead, step.graph.nodes) if in_its_place(n)]  # rule 7
+    points = sorted({0, *cut_points(nodes), *forced, len(nodes)})
     stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
     drafts = [_draft(stretch) for stretch in stretches]
     wanted = {n for inputs, _ in drafts for n in inputs} | program_reads(step)

@@ -26,6 +26,8 @@ from .passes.dequantize_on_use import DequantizeOnUse
 from .passes.gather_again import GatherAgain
 from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.keep_parameters import KeepParameters
+from .passes.offload import Offload
+from .passes.overlap_transfers import OverlapTransfers
 from .passes.plan_memory import PlanMemory
 from .passes.recompute import Recompute
 from .passes.reduce_once import ReduceOnce
@@ -54,7 +56,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     eager = lowering == "eager"
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error,
-                  tuple(sorted(formats.items())))
+                  tuple(sorted(formats.items())), options.offload)
     plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
@@ -96,6 +98,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held, plan),
         (held, Recompute),
         (held, Compress),
+        (held, Offload),
         (held, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),
@@ -103,6 +106,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # that lets other buffers die in time to be written into.
         (eager, ScheduleForPeak),
         (eager, ReuseBuffers),
+        # Copies to and from the host go on beside other work, as far as the budget has room.
+        (held and options.offload, partial(OverlapTransfers, limit_bytes, device)),
         # What few bits cannot hold has the step taken back, before it has written anything.
         (held and options.compress is not None, CheckFinite),
     ]

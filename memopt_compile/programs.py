@@ -34,7 +34,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
 
     Raises:
         InfeasibleBudget: no plan was found that fits.
-        OptionError: the step has collectives, and `adapt` is asked for.
+        OptionError: `adapt` is asked for and the step has collectives, or `offload` and it is on the CPU.
     """
     record.before = timeline(step, workspace_of(step, record.lowering))
     record.step = step
@@ -51,6 +51,9 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
             raise OptionError("ranks see different activations, and would plan differently",
                               where=f"{record.where}, adapt=True",
                               do="leave adapt out of a step with collectives")
+        if record.options.offload and record.device.type == "cpu":
+            raise OptionError("the step runs on the CPU: its activations are in the host's memory as it is",
+                              where=f"{record.where}, offload=True", do="leave offload out")
         captured = step.copy()
         program = _within(limit, captured, record)
     record.dump()

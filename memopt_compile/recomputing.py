@@ -35,6 +35,13 @@ def parts(step: StepGraph, nodes: Container[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def last_of_forward(step: StepGraph) -> dict[fx.Node, fx.Node]:
+    """For each storage the last operator of forward that touches it."""
+    roots = storage_roots(step.graph)
+    return {root: node for node in step.computing() if step.phase(node) is Phase.FORWARD
+            for touched in (node, *node.all_input_nodes) for root in roots[touched]}
+
+
 def recompute(step: StepGraph, again: set[fx.Node],
               readers: Container[Phase] = (Phase.BACKWARD,),
               source: Mapping[fx.Node, Callable[[], fx.Node]] = MappingProxyType({}),

@@ -4,8 +4,8 @@ outcome for a choice, `simulate`.
 An operation of the forward phase can run once more in a backward phase, right before the first
 operator there that needs one of its results; what that needs in turn is kept, or runs again with
 it. So a value that backward reads is *kept* from its last reader in forward to its first in
-backward, the gap; or its operation runs *again*; or it is *packed* right behind its last reader in
-forward, and unpacked right before the first operator of backward that needs it. Positions count the
+backward, the gap; or its operation runs *again*; or it is *packed* (or sent to the host) right behind its last reader in
+forward, and unpacked (or fetched) right before the first operator of backward that needs it. Positions count the
 operators of the schedule. Views are no values: they live with the storage that they show, and are
 taken again with it.
 """
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
-from .packing import Packed, candidates
+from .packing import Packed, candidates, in_host_memory
 from .recomputing import overwritten_early
 from .sensitivity import Use, may_follow, sensitivity
 from .step_graph import (
@@ -33,6 +33,7 @@ from .step_graph import (
     mutated_args,
     storage_roots,
 )
+from .transfers import HOST
 
 NEVER = 10**9  # a position behind every other
 NOTHING: Mapping[int, Packed] = MappingProxyType({})
@@ -40,14 +41,15 @@ NOTHING: Mapping[int, Packed] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Means:
-    """What the user allows: that operators run `again`; the lossy formats of this `compress` option, up
-    to `max_error` in each. Formats that lose nothing always are. `instead` has pairs of an activation's
+    """What the user allows: that operators run `again`; that values wait in `host` memory; the lossy
+    formats of this `compress` option, up to `max_error` in each. Formats that lose nothing always are. `instead` has pairs of an activation's
     name and the format that takes the place of "int4 outliers" for it (`adaptation`)."""
 
     again: bool = True
     compress: str | None = None
     max_error: float | None = None
     instead: tuple[tuple[str, str], ...] = ()
+    host: bool = False
 
 
 ALL_EXACT = Means()
@@ -132,7 +134,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             number[node] = len(values)
             operations[made_by[maker]].makes.append(len(values))
             values.append(Value(node, life.size[node], made_by[maker], at, at,
-                                packed=_allowed(node, packed, fixed),
+                                packed=_allowed(node, packed, fixed, seconds if means.host else None),
                                 exact=tolerated.use.get(node) is Use.EXACT))
         for root in life.touched[node]:
             if root not in number:
@@ -163,9 +165,10 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
 
 
 def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
-             fixed: set[fx.Node]) -> tuple[Packed, ...]:
-    kept = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or node in fixed
-    return () if kept else packed.get(node, ())
+             fixed: set[fx.Node], to_host: Callable[[fx.Node], float] | None) -> tuple[Packed, ...]:
+    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or node in fixed:
+        return ()
+    return packed.get(node, ()) + (in_host_memory(node, to_host) if to_host else ())
 
 
 def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
@@ -220,7 +223,7 @@ def simulate(problem: Problem, again: Collection[int],
     born, size = dict(life.born), dict(life.size)
     held: dict[Any, fx.Node] = {}  # what runs: as itself, again, or to pack
     packing: dict[int, list[int]] = {}  # values by the position behind which they are packed
-    for v in sorted(packed):
+    for v in sorted(packed, key=lambda v: (packed[v].form == HOST, v)):  # as the passes come
         packing.setdefault(values[v].last, []).append(v)
 
     def owner(value: int) -> Any:

@@ -18,28 +18,31 @@ from torch.utils.flop_counter import flop_registry
 
 from .compat_trace import hinted, pytree
 from .step_graph import OPERATOR, aliased_args, nbytes
+from .transfers import BEGINNINGS
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device can do: `flops` by dtype and `bytes` a second, `launch` seconds an operator."""
+    """What a device can do: `flops` by dtype and `bytes` a second, `launch` seconds an operator, and
+    `link` bytes a second to or from the host."""
 
     name: str
     flops: dict[torch.dtype, float]
     bytes: float
     launch: float
+    link: float
 
 
 # Peak figures of the makers' datasheets, without sparsity; float32 of a GPU is that of TF32
-# where it has it. A launch is a few microseconds on any of them.
+# where it has it, a link one direction of PCIe, generation 5 or 4 with 16 lanes. A launch is a few microseconds on any of them.
 H200 = Rates("H200", {torch.float64: 67e12, torch.float32: 494e12, torch.bfloat16: 989e12,
-                      torch.float16: 989e12}, 4.8e12, 3e-6)  # NVIDIA H200 SXM
-H100 = Rates("H100", {**H200.flops}, 3.35e12, 3e-6)  # NVIDIA H100 SXM
+                      torch.float16: 989e12}, 4.8e12, 3e-6, 64e9)  # NVIDIA H200 SXM
+H100 = Rates("H100", {**H200.flops}, 3.35e12, 3e-6, 64e9)  # NVIDIA H100 SXM
 A100 = Rates("A100", {torch.float64: 19.5e12, torch.float32: 156e12, torch.bfloat16: 312e12,
-                      torch.float16: 312e12}, 2.039e12, 3e-6)  # NVIDIA A100 80GB SXM
+                      torch.float16: 312e12}, 2.039e12, 3e-6, 32e9)  # NVIDIA A100 80GB SXM
 # A core with 256-bit vectors: 16 to 32 float32 operations a cycle and one channel of memory.
 CPU = Rates("CPU", {torch.float64: 20e9, torch.float32: 40e9, torch.bfloat16: 20e9,
-                    torch.float16: 20e9}, 10e9, 1e-6)
+                    torch.float16: 20e9}, 10e9, 1e-6, 10e9)
 GPUS = (H200, H100, A100)
 
 
@@ -91,6 +94,8 @@ class Roofline:
         if not computes(node):
             return 0.0
         at = self.rates
+        if node.target in BEGINNINGS:
+            return nbytes(node.meta.get("val")) / at.link + at.launch
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
         compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
         return max(compute, moved / at.bytes) + at.launch

@@ -36,6 +36,7 @@ from .seconds import Seconds, computes, roofline
 from .seconds_cache import SecondsCache
 from .stand_ins import copies, stand_ins
 from .step_graph import nbytes
+from .transfers import BEGINNINGS
 
 log = logging.getLogger("memopt_compile")
 
@@ -110,6 +111,8 @@ class Measured:
 
     def _reason(self, node: fx.Node) -> str | None:
         """Why `node` is not to be run, if so (rules 1, 2, 3 and 5)."""
+        if node.target in BEGINNINGS:
+            return "it only begins a transfer"
         if node.target.namespace not in NAMESPACES:
             return "it may do more than compute"
         sizes = [n for value in _tensors(node) for n in value.shape]

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from memopt_compile.compression import COMPRESS, DECOMPRESS, layout
-from memopt_compile.recomputing import parts, recompute
-from memopt_compile.step_graph import Phase, StepGraph, storage_roots
+from memopt_compile.recomputing import last_of_forward, parts, recompute
+from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
+from memopt_compile.transfers import HOST
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Compress(StepPass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     def requires(self, step: StepGraph) -> str | None:
-        if step.plan is None or not step.plan.packed:
+        if step.plan is None or all(form == HOST for _, form in step.plan.packed):
             return "nothing is to be compressed"
         return None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         named = {n.name: n for n in step.computing()}
-        forms = {named[name]: form for name, form in step.plan.packed}
+        forms = {named[name]: form for name, form in step.plan.packed if form != HOST}
         last = last_of_forward(step)
         behind: dict[fx.Node, fx.Node] = {}  # what has been put behind an operator, the last of it
         unpack: dict[fx.Node, Callable[[], fx.Node]] = {}
@@ -66,10 +67,3 @@ def pack(step: StepGraph, value: fx.Node, form: str, behind: fx.Node) -> list[fx
 def unpacked(step: StepGraph, value: fx.Node, form: str, items: list[fx.Node]) -> fx.Node:
     """The value again, made where the graph inserts now."""
     return step.call(value, DECOMPRESS, items, form, *layout(value.meta["val"]))
-
-
-def last_of_forward(step: StepGraph) -> dict[fx.Node, fx.Node]:
-    """For each storage the last operator of forward that touches it."""
-    roots = storage_roots(step.graph)
-    return {root: node for node in step.computing() if step.phase(node) is Phase.FORWARD
-            for touched in (node, *node.all_input_nodes) for root in roots[touched]}

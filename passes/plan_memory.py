@@ -1,7 +1,8 @@
-"""Decide for every activation whether it is kept, computed again or compressed, so that the step fits.
+"""Decide for every activation whether it is kept, computed again, compressed or put in host memory, so
+that the step fits.
 
 The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by itself: the passes
-`recompute` and `compress` do what it says.
+`recompute`, `compress` and `offload` do what it says.
 
 1. A step that fits gets no plan.
 2. Of the plans that fit the fastest by `seconds` is taken.
@@ -29,6 +30,7 @@ from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
 from memopt_compile.structure import groups
 from memopt_compile.timing import cost_model
+from memopt_compile.transfers import HOST
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def memory_plan(problem: Problem, limit: int, chosen: planner.Solution,
         if packed or value.needed and value.first > value.last + 1:
             operation = problem.operations[value.operation]
             again = value.operation in chosen.again
-            choice = "compress" if packed else "recompute" if again else "keep"
+            choice = ("offload" if packed and packed.form == HOST else "compress" if packed
+                      else "recompute" if again else "keep")
             decisions.append(Decision(
                 value.node.name, describe(value.node), value.nbytes, choice,
                 packed.seconds if packed else operation.seconds, source_line(value.node),

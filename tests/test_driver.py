@@ -50,9 +50,9 @@ def test_wrong_unit():
         step(*batch)
 
 
-def test_planned_feature_is_refused():
-    _, step, batch = training(offload=True)
-    with pytest.raises(memopt.OptionError, match="planned"):
+def test_offload_on_the_cpu_is_refused():
+    _, step, batch = training(offload=True, memory_budget=0.9)
+    with pytest.raises(memopt.OptionError, match="in the host's memory as it is"):
         step(*batch)
 
 
