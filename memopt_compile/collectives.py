@@ -13,17 +13,17 @@ from torch import fx
 
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
-WAIT = "_c10d_functional.wait_tensor.default"  # .. and of waiting for their results
+WAIT = torch.ops._c10d_functional.wait_tensor.default  # .. and of waiting for their results
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
     return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
-            and str(node.target) != WAIT)
+            and node.target is not WAIT)
 
 
 def is_wait(node: fx.Node) -> bool:
-    return isinstance(node.target, OPERATOR) and str(node.target) == WAIT
+    return node.target is WAIT
 
 
 def launch_of(wait: fx.Node) -> fx.Node:

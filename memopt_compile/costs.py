@@ -12,6 +12,7 @@ run either, since the other ranks would take part: what gloo holds is known (`_o
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     def held(node: fx.Node) -> int:
         if is_wait(node) or is_collective(node):
             return _of_gloo(launch_of(node) if is_wait(node) else node)
+        if _is_view(node.target):
+            return 0
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
         call = [node.target, node.args, node.kwargs,
@@ -100,8 +103,7 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     """
     if not isinstance(target, OPERATOR) or target.namespace not in OF_TORCH:
         return 0  # a collective run here would wait for other ranks, and be taken for one of a step
-    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
-    if aliases and not any(a.is_write for a in aliases):  # views
+    if _is_view(target):
         return 0
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     if not tensors or torch.Tag.pointwise in target.tags and not _casts(args, tensors):
@@ -110,6 +112,13 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     if key not in _known:
         _known[key] = _measure(target, args, kwargs)
     return _known[key]
+
+
+@functools.cache
+def _is_view(target: Any) -> bool:
+    aliases = [a.alias_info for a in target._schema.arguments
+               if a.alias_info is not None] if isinstance(target, OPERATOR) else []
+    return bool(aliases) and not any(a.is_write for a in aliases)
 
 
 def _casts(args: Any, tensors: list[Tensor]) -> bool:

@@ -168,10 +168,12 @@ def run(
         PassError: a pass failed, or left something other than it promised.
     """
     step.verify()
-    records = []
+    workspace = workspace or no_workspace
+    records, peak = [], timeline(step, workspace).transient_peak_bytes
     with _collector_paused():
         for each in passes:
-            records.append(_run_one(step, each, costs, workspace or no_workspace))
+            records.append(_run_one(step, each, costs, workspace, peak))
+            peak = records[-1].peak_after
             if observe is not None:
                 observe(each.name, step)
     return tuple(records)
@@ -190,10 +192,11 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace) -> PassRecord:
+def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
+             peak: int) -> PassRecord:
+    """Run one pass over `step`, whose transient peak is `peak` bytes."""
     start = time.perf_counter()
     counts = step.op_counts()
-    peak = timeline(step, workspace).transient_peak_bytes
     refusal = each.requires(step)
     if refusal is not None:
         return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal)

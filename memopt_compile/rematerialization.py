@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -176,7 +177,7 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
     owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
     again = not (is_random(node) or is_collective(node) or node.is_impure(impure_random=False) or mutated_args(node)
                  or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # the user says so
-                 or str(node.target) in (WAIT, "aten._local_scalar_dense.default")
+                 or node.target in (WAIT, torch.ops.aten._local_scalar_dense.default)
                  or owners.keys() & fixed or roots[node] & fixed)
     exact = dict.fromkeys(r for a in node.all_input_nodes if not may_follow(node, a) for r in roots[a])
     return Operation(node, at, tuple(number[r] for r in owners if r in number), again=again,

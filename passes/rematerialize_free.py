@@ -81,7 +81,7 @@ def fuses(node: fx.Node) -> bool:
     """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
     if not isinstance(node.target, OPERATOR) or mutated_args(node):
         return False
-    if is_random(node) or str(node.target) == WAIT:
+    if is_random(node) or node.target is WAIT:
         return False
     return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
             or bool(aliased_args(node)))

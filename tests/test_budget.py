@@ -73,20 +73,20 @@ def test_kept_exactly_and_bit_by_bit_with_dropout(free, share):
 
 
 def test_a_refusal_names_the_smallest_peak_and_that_one_works():
-    _, _, report = trained(None, layers=2)
+    _, _, report = trained(None, layers=1)
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:
-        trained(report.resident_bytes + 1000, layers=2)
+        trained(report.resident_bytes + 1000, layers=1)
     for price in ("state_bits=8: about ", "compress='int4': ", "halve the batch"):
         assert price in refusal.value.do
     assert "there before the step" in refusal.value.what
-    least = memopt.explain(make(layers=2)[0], *make(layers=2)[1], lowering="eager", memory_budget=[
+    least = memopt.explain(make(layers=1)[0], *make(layers=1)[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
-    _, _, found = trained(least, layers=2)
+    _, _, found = trained(least, layers=1)
     assert found.measured_peak_bytes <= least
 
 
 def test_without_recomputation_the_step_is_refused():
-    step, args, _ = make()
+    step, args, _ = make(layers=1)
     with pytest.raises(memopt.InfeasibleBudget, match="recompute=False"):
         memopt.explain(step, *args, lowering="eager", memory_budget=0.5, recompute=False)
 
@@ -112,7 +112,7 @@ def test_a_step_in_parts_has_no_budget():
 
 @pytest.fixture(scope="module")
 def frontier():
-    step, args, _ = make(layers=2)
+    step, args, _ = make(layers=1)
     return memopt.explain(step, *args, lowering="eager", memory_budget=[1.0, 0.9, 0.8, 0.6, 0.3])
 
 
@@ -143,12 +143,12 @@ def test_a_frontier_needs_a_step():
 
 
 def test_every_batch_size_has_its_own_plan():
-    step, (x, y), _ = make(layers=2)
+    step, (x, y), _ = make(layers=1)
     free = memopt.explain(step, x, y, lowering="eager")
     budget = free.resident_bytes + int(0.7 * (free.predicted_peak_bytes - free.resident_bytes))
     torch._dynamo.reset()
     before = len(compilations(step.__code__))
-    fast = memopt.compile(make(layers=2)[0], lowering="eager", memory_budget=budget)
+    fast = memopt.compile(make(layers=1)[0], lowering="eager", memory_budget=budget)
     for rows in (16, 8, 16, 12, 16, 8):
         fast(x[:rows], y[:rows])
     found = compilations(step.__code__)[before:]
@@ -159,7 +159,7 @@ def test_every_batch_size_has_its_own_plan():
 def test_with_gradients_folded_into_states():
     def folded(budget):
         torch._dynamo.reset()
-        step, args, model = make(micro_batches=2, layers=2)
+        step, args, model = make(micro_batches=2, layers=1)
         fast = memopt.compile(step, lowering="eager", accumulate="optimizer_states",
                               memory_budget=budget)
         for _ in range(3):
@@ -174,7 +174,7 @@ def test_with_gradients_folded_into_states():
 
 @pytest.mark.inductor
 def test_kept_on_inductor():
-    kind = {"dtype": torch.float32, "layers": 2}  # dropout too: seeds are kept
+    kind = {"dtype": torch.float32, "layers": 1}  # dropout too: seeds are kept
     _, parameters, report = trained(None, "inductor", **kind)
     budget = between(report, 0.75)
     _, got, found = trained(budget, "inductor", **kind)
@@ -188,7 +188,7 @@ def test_kept_on_inductor():
 @settings(max_examples=3, deadline=None)
 @given(share=st.floats(0.55, 0.95))
 def test_any_budget_is_kept_or_refused(share):
-    step, args, _ = make(dropout=0.0, layers=2)
+    step, args, _ = make(dropout=0.0, layers=1)
     try:
         report = memopt.explain(step, *args, lowering="eager", memory_budget=share)
     except memopt.InfeasibleBudget:

@@ -72,15 +72,14 @@ def test_gpt_learns_and_its_comparison_is_one_table():
 @pytest.mark.slow
 @needs_plays
 def test_low_memory_learns_and_each_way_has_its_row():
-    output = run("train_low_memory.py", "--compare", "--ways", "eager: AdamW", "memopt: AdamA",
-                 "memopt: Adafactor")
+    output = run("train_low_memory.py", "--compare", "--ways", "eager: AdamW", "memopt: AdamA")
     first, last = losses(output)
     assert last < first - 0.5
     assert "adama with 32 bits" in output and "optimizer state" in output
     peaks = re.findall(r"^ *(eager: AdamW|memopt: \w+)  +([\d.]+) ", output, flags=re.MULTILINE)
-    assert [title for title, _ in peaks] == ["eager: AdamW", "memopt: AdamA", "memopt: Adafactor"]
-    eager, adama, adafactor = (float(mib) for _, mib in peaks)
-    assert adafactor < adama < 0.9 * eager
+    assert [title for title, _ in peaks] == ["eager: AdamW", "memopt: AdamA"]
+    eager, adama = (float(mib) for _, mib in peaks)
+    assert adama < 0.9 * eager
 
 
 @needs_images

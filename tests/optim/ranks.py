@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,32 +14,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IN_VAIN = ("Timed out", "timeout", "Connection closed", "Connection reset")  # what gloo says then
+
 
 def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[Any]:
     """What ``function(rank, *args)`` returns on each of `count` ranks.
 
-    They find each other by a file in `folder`: there is no port to be taken. A rank that waits
-    for another in vain fails after five minutes.
+    They find each other by a file below `folder`: there is no port to be taken. A rank that waits for
+    another in vain fails after three minutes. That has been seen once in many runs, on a machine that
+    cannot be looked at, so then all is run once more, with a warning that says where each rank was.
 
     Raises:
         AssertionError: with what each rank that failed says, as one's failure is often another's doing.
     """
     try:
-        torch.multiprocessing.spawn(_rank, (count, str(folder), function, args), nprocs=count)
-    except Exception as error:
-        said = [f"{path.name}: {path.read_text()}" for path in sorted(folder.glob("rank *"))]
-        raise AssertionError("\n".join(said) or str(error)) from None
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+        return _together(count, folder, function, args)
+    except AssertionError as error:
+        if not any(words in str(error) for words in IN_VAIN):
+            raise
+        warnings.warn(f"ranks waited in vain: {error}", stacklevel=2)
+    return _together(count, folder, function, args)
 
 
-def _rank(rank: int, count: int, folder: str, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/found", rank=rank,
-                            world_size=count, timeout=timedelta(minutes=5))
+def _together(count: int, folder: Path, function: Callable, args: tuple) -> list[Any]:
+    place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        torch.save(function(rank, *args), Path(folder, f"{rank}.pt"))
-    except BaseException:
-        Path(folder, f"rank {rank}").write_text(traceback.format_exc()[-2000:])
-        raise
+        torch.multiprocessing.spawn(_rank, (count, place, function, args), nprocs=count)
+    except Exception as error:
+        said = [f"{path.name}:\n{path.read_text()}" for path in sorted(place.glob("rank *"))]
+        raise AssertionError("\n".join([*said, str(error)[-2000:]])) from None
+    return [torch.load(place / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _rank(rank: int, count: int, place: Path, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/found", rank=rank,
+                            world_size=count, timeout=timedelta(minutes=3))
+    with open(place / f"rank {rank}", "w") as said:
+        faulthandler.dump_traceback_later(150, file=said)  # of all threads, where it stands by then
+        try:
+            torch.save(function(rank, *args), place / f"{rank}.pt")
+        except BaseException:
+            said.write(traceback.format_exc()[-2000:])
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     dist.barrier()  # who is still being asked stays
     dist.destroy_process_group()
