@@ -98,7 +98,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held, plan),
         (held, Recompute),
         (held, Compress),
-        (held, Offload),
+        (held and options.offload, Offload),
         (held, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.
         (eager, ReuseBuffers),

@@ -55,7 +55,7 @@ def test_keep_their_order(step):
 
 def test_are_waited_for(step):
     """The wait is a view of the result that may not be left out, nor made again."""
-    waits = [n for n in step.computing() if str(n.target) == WAIT]
+    waits = [n for n in step.computing() if n.target is WAIT]
     roots = storage_roots(step.graph)
     assert [roots[w] for w in waits] == [{c} for c in calls(step)]
     assert all(list(c.users) == [w] and not fuses(w) for c, w in zip(calls(step), waits))
@@ -69,7 +69,7 @@ def test_are_not_run_to_see_what_they_cost(step):
 
 
 def test_are_in_one_piece(step):
-    nodes = [n for n in step.computing() if str(n.target) != WAIT]
+    nodes = [n for n in step.computing() if n.target is not WAIT]
     points = cut_points(nodes)
     first, second = (nodes.index(n) for n in calls(step))
     assert not [p for p in points if first < p <= second + 1]
