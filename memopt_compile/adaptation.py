@@ -10,14 +10,17 @@ offered in place of "int4 outliers":
     at most 1 in 32           "int4 outliers": all of them are kept as they are
     more                      "int8": the rest would be hidden in the scales of their groups
 
-Steps 1, 2, 4, 8 .. are watched; a change begins the count anew. A gentler format is offered at once, a
-coarser one when two watched steps in a row agree; the step is planned again when that holds for 1% of the
-watched bytes. The plan changes between steps, so that nothing is lost.
+Steps 1, 2, 4, 8 .. are watched; a new plan begins the count anew. A gentler format is wanted at once, a
+coarser one when two watched steps in a row agree, and twice as many each time that this was too early:
+counts flicker about a threshold, and a plan takes as long as many steps. The step is planned again when
+5% of the watched bytes want another format than they have. The plan changes between steps, so that
+nothing is lost.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +39,7 @@ log = logging.getLogger("memopt_compile")
 WATCHED = "int4 outliers"
 LEVELS = ("int4", WATCHED, "int8")  # the coarsest first
 DEVIATIONS = 3.0
-MATTERS = 0.01  # of the watched bytes
+MATTERS = 0.05  # of the watched bytes
 
 
 @torch.library.custom_op("memopt::outlier_columns", mutates_args=())
@@ -137,9 +140,10 @@ class Adaptive:
     again: Callable[[Mapping[str, str]], Program | None]
     where: str
     history: list[Replan]
-    levels: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, str] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)
+    wanted: dict[str, str] = field(default_factory=dict)  # formats
+    planned: dict[str, str] = field(default_factory=dict)
+    looks: Counter[str] = field(default_factory=Counter)  # in a row that would have a coarser one do
+    patience: dict[str, int] = field(default_factory=dict)  # how many of these it takes
     calls: int = 0
     next_watch: int = 1
     interval: int = 1
@@ -154,32 +158,30 @@ class Adaptive:
         returned = self.program.watching(inputs)
         results = returned[:len(returned) - len(watched)]
         counts = torch.stack(returned[len(results):]).tolist()  # one wait for a device
-        changed = self._settle({name: level(count, each.columns)
-                                for (name, each), count in zip(watched.items(), counts)})
-        self.interval = 1 if changed or self.calls == 1 else 2 * self.interval
-        self.next_watch = self.calls + self.interval
-        self.changed |= changed
+        self._settle({name: level(count, each.columns)
+                      for (name, each), count in zip(watched.items(), counts)})
+        changed = [name for name, form in self.wanted.items() if form != self.planned.get(name, WATCHED)]
         total = sum(each.nbytes for each in watched.values())
-        if sum(watched[name].nbytes for name in self.changed & watched.keys()) > MATTERS * total:
-            self._plan_again()
+        matters = sum(watched[name].nbytes for name in changed if name in watched) > MATTERS * total
+        self.interval = 1 if matters or self.calls == 1 else 2 * self.interval
+        self.next_watch = self.calls + self.interval
+        if matters:
+            self._plan_again(len(changed))
         return results
 
-    def _settle(self, now: Mapping[str, str]) -> set[str]:
-        """Take over what is gentler, and what is coarser for the second time; the names of these."""
-        changed = set()
+    def _settle(self, now: Mapping[str, str]) -> None:
+        """Want what is gentler, and what has been coarser for long enough."""
         for name, found in now.items():
-            known = self.levels.get(name, WATCHED)
-            gentler = LEVELS.index(found) > LEVELS.index(known)
-            if gentler or found != known and found == self.seen.get(name):
-                self.levels[name] = found
-                changed.add(name)
-        self.seen = dict(now)
-        return changed
+            known, patience = self.wanted.get(name, WATCHED), self.patience.get(name, 2)
+            coarser = LEVELS.index(found) < LEVELS.index(known)
+            self.looks[name] = self.looks[name] + 1 if coarser else 0
+            if coarser and self.looks[name] < patience or found == known:
+                continue
+            self.wanted[name], self.looks[name] = found, 0
+            self.patience[name] = patience if coarser else 2 * patience
 
-    def _plan_again(self) -> None:
-        found = self.again(self.levels)
+    def _plan_again(self, changed: int) -> None:
+        found, self.planned = self.again(self.wanted), dict(self.wanted)
         self.program = found or self.program
-        self.history.append(Replan(self.calls, len(self.changed), found and found.plan,
-                                   found and found.peak_bytes))
-        self.changed.clear()
+        self.history.append(Replan(self.calls, changed, found and found.plan, found and found.peak_bytes))
         log.info("%s: %s", self.where, self.history[-1])
