@@ -41,7 +41,7 @@ from ..pieces import (
     root,
 )
 from ..step_graph import StepGraph, op_name
-from ..transfers import is_transfer
+from ..transfers import TO_HOST, is_transfer
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes
@@ -236,7 +236,7 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
     with compat_inductor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [_stand_in(v) for v in values]
         run = _load(text, objects)
-        with compat_inductor.AllocationWatch(inputs, library_workspace) as watch:
+        with compat_inductor.AllocationWatch(inputs, library_workspace, (TO_HOST,)) as watch:
             run(list(inputs))
     return watch.peak_bytes
 

@@ -253,11 +253,13 @@ def dry_call(source: str) -> Callable[[list], Any]:
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make within it, while they live."""
+    """Counts the bytes of the storages that operators make within it, while they live; not of those that
+    operators `elsewhere` make, which are none of the device's."""
 
-    def __init__(self, inputs: Sequence[Any], workspace: Callable[..., int]) -> None:
+    def __init__(self, inputs: Sequence[Any], workspace: Callable[..., int],
+                 elsewhere: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.workspace = workspace
+        self.workspace, self.elsewhere = workspace, elsewhere
         self.inputs = list(inputs)  # held, so that no new storage takes the place of one
         self.known: dict[int, Any] = {i.untyped_storage()._cdata: None for i in self.inputs
                                       if isinstance(i, Tensor)}
@@ -268,17 +270,17 @@ class AllocationWatch(TorchDispatchMode):
         before = self.live_bytes
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, Tensor):
-                self._see(value.untyped_storage(), value.device.type)
+                self._see(value.untyped_storage(), value.device.type, func not in self.elsewhere)
         if self.live_bytes > before:  # an operator of PyTorch's own made its result
             held = self.live_bytes + self.workspace(func, args, kwargs or {})
             self.peak_bytes = max(self.peak_bytes, held)
         return result
 
-    def _see(self, storage: Any, device: str) -> None:
+    def _see(self, storage: Any, device: str, counts: bool) -> None:
         place = storage._cdata
         if place in self.known:
             return
-        size = storage.nbytes()
+        size = storage.nbytes() if counts else 0
         if device == "cuda":
             size = -(-size // 512) * 512  # what PyTorch's CUDA allocator rounds to
 

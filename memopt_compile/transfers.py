@@ -64,9 +64,14 @@ def _stream(device: torch.device, outward: bool) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _wait(copied: Tensor, device: torch.device) -> Tensor:
-    if (event := _copied.pop(copied, None)) is not None:
-        torch.cuda.current_stream(device).wait_event(event)
+def _wait(copied: Tensor, device: torch.device, outward: bool) -> Tensor:
+    if device.type == "cuda":
+        now = torch.cuda.current_stream(device)
+        event = _copied.pop(copied, None)
+        if event is None:  # a copy that nobody knows the end of is over when all on its way are
+            now.wait_stream(_stream(device, outward))
+        else:
+            now.wait_event(event)
     return copied
 
 
@@ -74,8 +79,8 @@ def _wait(copied: Tensor, device: torch.device) -> Tensor:
 _library = torch.library.Library("memopt", "FRAGMENT")
 _library.define("sent(Tensor(a) host, Tensor value) -> Tensor(a)")
 _library.define("arrived(Tensor(a) value) -> Tensor(a)")
-_library.impl("sent", lambda host, value: _wait(host, value.device), "CompositeExplicitAutograd")
-_library.impl("arrived", lambda value: _wait(value, value.device), "CompositeExplicitAutograd")
+_library.impl("sent", lambda host, value: _wait(host, value.device, True), "CompositeExplicitAutograd")
+_library.impl("arrived", lambda value: _wait(value, value.device, False), "CompositeExplicitAutograd")
 
 TO_HOST, FROM_HOST = torch.ops.memopt.to_host.default, torch.ops.memopt.from_host.default
 SENT, ARRIVED = torch.ops.memopt.sent.default, torch.ops.memopt.arrived.default

@@ -159,6 +159,14 @@ def test_one_piece_is_refused():
         inductor.lower(away(two_layers(), "tanh"), whole=True)
 
 
+@pytest.mark.inductor
+def test_what_is_in_host_memory_is_not_in_the_predicted_peak_of_inductor():
+    step = training_step(mlp(4), batch=2048, lowering="inductor")
+    twin = planned(step, 0.6)
+    kept, less = (inductor.predicted_transient_peak(inductor.lower(each)) for each in (step, twin))
+    assert less <= 0.85 * kept
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
