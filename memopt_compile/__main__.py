@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--memory", metavar="SIZE", required=True, help="bytes of peak, as 6GiB")
     command.add_argument("--multiple-of", metavar="N", type=int, default=1,
                          help="try multiples of N only")
+    command.add_argument("--budgeted", action="store_true", help="plan with these bytes as "
+                         "memory_budget: activations are computed again, or what else the options allow")
 
     command = _command(commands, "bench", _bench, "compare bytes and seconds of a step in eager, "
                        "under torch.compile and under memopt, each in a process of its own")
@@ -89,7 +91,7 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 def _fit(parsed: argparse.Namespace) -> int:
     step, args = _load(parsed.target)
-    print(fit(step, args, parsed.memory, multiple_of=parsed.multiple_of,
+    print(fit(step, args, parsed.memory, multiple_of=parsed.multiple_of, budgeted=parsed.budgeted,
               progress=partial(print, file=sys.stderr, flush=True), **dict(parsed.option)))
     return 0
 

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile.fitting import fit
+from memopt_compile.fitting import fit, resized
 
 
-def training(branches: bool = False):
+def training(branches: bool = False, layers: int = 1):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 4))
+    hidden = [m for _ in range(layers - 1) for m in (nn.Linear(20, 20), nn.GELU())]
+    model = nn.Sequential(nn.Linear(6, 20), nn.GELU(), *hidden, nn.Linear(20, 4))
     opt = torch.optim.AdamW(model.parameters())
 
     def step(x, y):
@@ -48,6 +49,20 @@ def test_fewer_than_the_example():
     assert fit(step, args, 4800, lowering="eager").batch == 8
 
 
+@pytest.mark.parametrize(("memory", "unit", "unbudgeted"), [("64KiB", 1, 80), ("54KiB", 64, 0)])
+def test_a_budget_takes_a_larger_batch(memory, unit, unbudgeted):
+    step, args = training(layers=5)
+    found = fit(step, args, memory, multiple_of=unit, budgeted=True, lowering="eager")
+    assert found.batch > found.unbudgeted == unbudgeted
+    assert found.peak_bytes[found.batch] <= found.limit_bytes < found.peak_bytes[found.batch + unit]
+    assert f"batch {found.batch} fits" in str(found) and f"{found.unbudgeted} without" in str(found)
+    compiled = memopt.compile(step, lowering="eager", memory_budget=memory)
+    compiled(*resized(args, 12, found.batch))
+    assert memopt.report(compiled).measured_peak_bytes == found.peak_bytes[found.batch]
+    with pytest.raises(memopt.InfeasibleBudget):
+        compiled(*resized(args, 12, found.batch + unit))
+
+
 def test_what_runs_is_what_was_promised():
     step, args = training()
     found = fit(step, args, "64KiB", lowering="eager")
@@ -65,3 +80,9 @@ def test_refusals(args, memory, problem):
     step, example = training()
     with pytest.raises(memopt.OptionError, match=problem):
         fit(step, args or example, memory, lowering="eager")
+
+
+def test_the_bytes_are_said_once():
+    step, args = training()
+    with pytest.raises(memopt.OptionError, match="budgeted=True"):
+        fit(step, args, "1MiB", memory_budget="1MiB")
