@@ -71,9 +71,9 @@ def test_refusals_say_what_to_do(script, capsys, arguments, problem):
 
 def test_fit(script, capsys):
     assert main(["fit", f"{script}:make", "-o", "lowering=eager", "--memory", "64KiB",
-                 "--multiple-of", "8"]) == 0
+                 "--multiple-of", "8", "--budgeted"]) == 0
     printed = capsys.readouterr()
-    assert "fits 64.00 KiB" in printed.out and "batch " in printed.err
+    assert "fits 64.00 KiB as memory_budget" in printed.out and "batch " in printed.err
 
 
 def test_bench(script):
