@@ -11,6 +11,10 @@ takes the same numbers from the generator, and where a mask is drawn at all.
 Before:  y, mask = native_dropout(x, p, True)
 After:   mask = bernoulli(empty_like(x), 1 − p); y = mul(mul(x, mask), 1/(1 − p))
 
+The mask has the layout of `x` and is drawn in the order in which it lies in memory; `bernoulli` draws row
+by row. So where `x` is transposed the mask is drawn in that order of dimensions. 1/(1 − p) is a number of
+the type of `x`.
+
 Memory: one temporary more while the dropout runs. Numbers: bit for bit.
 """
 
@@ -52,10 +56,17 @@ class ReplayDropout(StepPass):
 def split(step: StepGraph, node: fx.Node) -> None:
     """Put the two halves of a dropout in its place."""
     x, p, _ = node.args
-    scale = 0.0 if p == 1 else 1 / (1 - p)
+    scale = torch.tensor(0.0 if p == 1 else 1 / (1 - p), dtype=x.meta["val"].dtype).item()
     with step.graph.inserting_before(node):
         room = step.call(node, aten.empty_like.default, x, dtype=torch.bool)
-        mask = step.call(node, aten.bernoulli.p, room, 1 - p)
+        strides = room.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if order == sorted(order):
+            mask = step.call(node, aten.bernoulli.p, room, 1 - p)
+        else:
+            rows = step.call(node, aten.permute.default, room, order)
+            drawn = step.call(node, aten.bernoulli.p, rows, 1 - p)
+            mask = step.call(node, aten.permute.default, drawn, [order.index(dim) for dim in range(len(order))])
         kept = step.call(node, aten.mul.Tensor, x, mask)
         result = step.call(node, aten.mul.Tensor, kept, scale)
     for item in list(node.users):

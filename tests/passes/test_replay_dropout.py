@@ -1,5 +1,8 @@
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import check, training_step
 from torch import nn
 
@@ -37,6 +40,27 @@ def test_golden():
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
 def test_the_same_numbers(p):
     check(step_with(p), ReplayDropout(0), slack=10**6)  # bit for bit, from one seed
+
+
+class Transposed(nn.Module):
+    def __init__(self, order, dtype):
+        super().__init__()
+        self.inner, self.outer, self.order = nn.Linear(32, 60, dtype=dtype), nn.Linear(60, 4, dtype=dtype), order
+
+    def forward(self, x):
+        dims = self.inner(x.to(self.inner.weight.dtype)).unflatten(1, (3, 4, 5)).permute(self.order)
+        back = [self.order.index(dim) for dim in range(4)]
+        return self.outer(F.dropout(dims, 0.3).permute(back).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[1::4])
+def test_a_mask_is_drawn_in_the_order_of_memory(order, dtype):
+    torch.manual_seed(0)
+    step = training_step(Transposed(order, dtype))
+    Canonicalize().run(step)
+    assert "native_dropout" in step.text()
+    check(step, ReplayDropout(0), slack=10**6)
 
 
 def test_a_step_that_fits_is_left_alone():
