@@ -23,7 +23,9 @@ from torch._dynamo.symbolic_convert import (
 )
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import torch as torch_variables
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import ListIteratorVariable
@@ -36,6 +38,10 @@ from .compat import FakeTensor, NumberVariable, fake_value, source_name
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
+
+IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+                      operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
+                      operator.ixor, operator.ilshift, operator.irshift})
 
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
@@ -79,6 +85,17 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
 def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
     """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
     torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
+
+
+def _itself(leaf: Any, result: Any) -> Any:
+    """What an operation in place on a parameter returns: the parameter. Dynamo makes another value of it,
+    and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently."""
+    if isinstance(result, TensorVariable) and isinstance(leaf.realize(), TensorVariable) and leaf.source:
+        leaf = leaf.realize()
+        value = fake_value(leaf)
+        if value is fake_value(result) and value.is_leaf and value.requires_grad:
+            return leaf
+    return result
 
 
 def _sources_of_subclasses(original: Callable, var: Any) -> Any:
@@ -128,6 +145,24 @@ def tracing_scope(
             result.source = None
         return result
 
+    def call_builtin(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is delattr and isinstance(args[0].realize(), TensorVariable):
+            if args[1].as_python_constant() == "grad":  # Dynamo would leave it there; eager has None then
+                return VariableTracker.build(tx, setattr).call_function(
+                    tx, [*args, ConstantVariable.create(None)], kwargs)
+        result = original(self, tx, args, kwargs)
+        return _itself(args[0], result) if self.fn in IN_PLACE else result
+
+    def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any) -> Any:
+        result = original(self, tx, name, *args)
+        return _itself(self, result) if name.endswith("_") else result
+
+    def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = original(self, tx, args, kwargs)
+        for operand in (*args[:1], *(kwargs[name] for name in kwargs if name == "out")):
+            result = _itself(operand, result)
+        return result
+
     def remove_specialized(original: Callable, self: Any) -> None:
         # torch 2.13 means to remove inputs here, but takes every node on a 0-dim tensor that
         # nobody reads for one: so also the in-place updates of a scalar parameter's state.
@@ -163,6 +198,9 @@ def tracing_scope(
                           lambda *args: decompositions.one_layer_lstm),
         replaced(TensorVariable, "method_backward", method_backward),
         replaced(TensorVariable, "var_getattr", tensor_getattr),
+        replaced(TensorVariable, "call_method", call_tensor_method),
+        replaced(BuiltinVariable, "call_function", call_builtin),
+        replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     kind = "step" if _differentiates(gm) else "model"
     _check_accumulation(opts, kind, notes)
     check_optimizers(notes.optimizers, notes.where)
-    _check_budget(opts, kind, notes)
+    if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
+        _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = opts.lowering
@@ -88,7 +90,13 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
     if kind == "model":
         return _compile_model(gm, example_inputs, record)
-    return _compile_step(gm, example_inputs, record, notes)
+    run = _compile_step(gm, example_inputs, record, notes)
+    if record.kind == "step":
+        _stepped.add(notes.step)
+    return run
+
+
+_stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
 
 
 def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
@@ -126,6 +134,12 @@ def _differentiates(gm: fx.GraphModule) -> bool:
     return any(compat.is_func_grad(n) for n in gm.graph.nodes) and any(
         n.op == "call_method" and n.target.endswith("_") and n.args[0].op == "placeholder"
         for n in gm.graph.nodes)
+
+
+def _differentiable(gm: fx.GraphModule) -> bool:
+    """Whether a result of the graph can be differentiated."""
+    values = (node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes)
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def _kind_line(kind: str, notes: capture.Notes) -> str:

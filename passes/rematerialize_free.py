@@ -10,7 +10,8 @@ Chen et al. 2016 for the idea of trading computation for activations):
    hangs on the source; one that can hangs on its operands, so it is had again from them;
 3. what backward reads hangs on the sink; inputs of the step and its results are free to keep;
 4. a view is never kept itself: its base is, or it is taken again from a base had again;
-5. of several cuts of equal bytes the one nearest to backward is taken: less is computed twice.
+5. what the update reads is kept: by then the operands may have been overwritten;
+6. of several cuts of equal bytes the one nearest to backward is taken: less is computed twice.
 
 Before:  h = addmm(..); a = gelu(h); ...      | backward: mm(dy, a); gelu'(dy, h)
 After:   h = addmm(..); a = gelu(h); ...      | backward: a' = gelu(h); mm(dy, a'); gelu'(dy, h)
@@ -88,7 +89,7 @@ def fuses(node: fx.Node) -> bool:
 
 
 def values_to_recompute(step: StepGraph) -> set[fx.Node]:
-    """The forward values that backward should compute again (rules 1 to 5)."""
+    """The forward values that backward should compute again (rules 1 to 6)."""
     forward = [n for n in step.computing() if step.phase(n) is Phase.FORWARD]
     inside = set(forward)
     overwritten = overwritten_early(step)
@@ -98,9 +99,11 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     network.add_nodes_from(("source", "sink"))
     for node in forward:
         view = bool(aliased_args(node))
-        again = fuses(node) and not (roots[node] & overwritten) and not any(
+        late = any(step.phase(user) is Phase.UPDATE for user in node.users)  # rule 5
+        again = fuses(node) and not late and not (roots[node] & overwritten) and not any(
             roots[a] & overwritten for a in node.all_input_nodes)
-        keep = None if view and again else 0 if roots[node] <= results else nbytes(node.meta.get("val"))
+        free = late or roots[node] <= results
+        keep = None if view and again else 0 if free else nbytes(node.meta.get("val"))
         _edge(network, (node, "made"), (node, "kept"), keep)
         if again:  # rule 2
             for operand in node.all_input_nodes:
@@ -122,7 +125,7 @@ def _edge(network: nx.DiGraph, tail: Any, head: Any, size: int | None) -> None:
 
 
 def _nearest_cut(network: nx.DiGraph) -> set[Any]:
-    """The sink's side of the minimum cut that is nearest to the sink (rule 5)."""
+    """The sink's side of the minimum cut that is nearest to the sink (rule 6)."""
     try:
         residual = nx.algorithms.flow.boykov_kolmogorov(network, "source", "sink")
     except nx.NetworkXUnbounded:  # something must be kept that has no bytes of its own to cut

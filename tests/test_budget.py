@@ -54,8 +54,38 @@ def free(request):
     return request.param, trained(None, **request.param)
 
 
+def test_metrics_behind_the_step_are_no_part_of_it():
+    """Each ``.item()`` ends a graph, and what follows is compiled by itself."""
+    step, args, _ = make(layers=1)
+
+    def with_metrics(x, y):
+        loss = step(x, y)
+        return {"loss": loss.item(), "perplexity": loss.exp().item(), "pairs": (x == y).float().mean().item()}
+
+    free = memopt.explain(step, *args, lowering="eager")
+    budget = between(free, 0.9)
+    fast = memopt.compile(with_metrics, lowering="eager", memory_budget=budget)
+    assert fast(*args)["perplexity"] > 1
+    report = memopt.report(fast)
+    assert report.kind == "step" and report.plan and report.measured_peak_bytes <= budget
+
+
+def test_a_backward_in_another_graph_than_its_forward_is_refused():
+    step, args, model = make(layers=1)
+
+    def twice(x, y):
+        print(step(x, y).item())  # the first step is whole
+        logits = model(x)
+        print("a second forward")
+        F.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+
+    fast = memopt.compile(twice, lowering="eager", memory_budget="1GiB")
+    with pytest.raises(memopt.OptionError, match="budget cannot be kept"):
+        fast(*args)
+
+
 def between(report, share):
-    beyond = report.measured_peak_bytes - report.resident_bytes
+    beyond = (report.measured_peak_bytes or report.predicted_peak_bytes) - report.resident_bytes
     return report.resident_bytes + int(share * beyond)
 
 

@@ -257,3 +257,45 @@ def scalar_parameters() -> Loop:
         return loss
 
     return loop(model, opt, step)
+
+
+@row
+def updates_by_operators() -> Loop:
+    """``p -= x`` binds `p` anew, to the same parameter; so does what returns it, and ``del p.grad``."""
+    model = mlp()
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            first, second, *others = model.parameters()
+            torch.sub(first, first.grad, alpha=0.1, out=first).grad = None
+            second = torch.clamp_(second.sub_(0.1 * second.grad), -1, 1)
+            del second.grad
+            for p in others:
+                p *= 0.99
+                p -= 0.1 * p.grad
+                p.grad = None
+        return loss
+
+    return Loop(step, [model], [])
+
+
+@row
+def momentum_encoder() -> Loop:
+    """A mean of the parameters that takes part in the loss (MoCo, BYOL)."""
+    model, mean = mlp(), mlp().requires_grad_(False)
+    opt = adamw(model)
+
+    def step(x, y):
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), mean.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            targets = mean(x)
+        loss = F.mse_loss(model(x), targets) + F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Loop(step, [model, mean], [opt])
