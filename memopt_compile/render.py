@@ -14,7 +14,7 @@ from .adaptation import Replan
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
-from .model_memory import MODEL, ModelMemory, input_bytes, model_memory
+from .model_memory import ModelMemory, input_bytes, model_memory
 from .options import format_bytes
 from .shadow import GradientError
 from .step_graph import Phase, StepGraph, describe, short_names, source_line, storage_roots
