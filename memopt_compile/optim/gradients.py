@@ -7,11 +7,14 @@ Q is the linear format of 8 bits, in groups of the parameter's size and with its
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..quantization.parameters import LowPrecisionTensor
 from . import one_operator
+from .accumulation import Handles
 from .base import Optimizer, Options, State
 from .low_bit import DRAWS, GRADIENT, read, write
 from .slabs import cut
@@ -42,6 +45,24 @@ class LowPrecisionGradients(Optimizer):
                 if p.grad is not None and GRADIENT in self.state[p]:
                     grad, p.grad = p.grad, None
                     self._add(p, grad, group)
+
+    def accumulate_in_backward(self) -> Handles:
+        """From now on add each gradient to the sum as soon as a backward has finished it.
+
+        An ordinary loop, ``backward()`` for each micro-batch and then ``step()``, so adds up in 8 bits, and
+        holds one layer's gradient at a time in full precision. What is between them sees no gradients: use
+        `max_norm` to clip. For eager use, as that of `Accumulating`.
+        """
+        return Handles([p.register_post_accumulate_grad_hook(partial(self._hook, index))
+                        for index, group in enumerate(self.param_groups) for p in group["params"]
+                        if isinstance(p, LowPrecisionTensor) and group["gradient_bits"] != 32])
+
+    @torch.no_grad()
+    def _hook(self, index: int, p: Tensor) -> None:
+        group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
+        self._init_group({**group, "params": [p]})
+        grad, p.grad = p.grad, None
+        self._add(p, grad, group)
 
     def _add(self, p: Tensor, grad: Tensor, group: Options) -> None:
         state = self.state[p]
