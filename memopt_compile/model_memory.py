@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from .compat_trace import hinted
 from .liveness import Lifetimes, Timeline, lifetimes, live_bytes
 from .optim.low_bit import GRADIENT
+from .optim.one_operator import ADD, QUANTIZED_UPDATE
 from .quantization.operators import DEQUANTIZE, QUANTIZE
 from .step_graph import Input, Phase, Role, StepGraph, aliased_args, mutated_args, storage_roots
 
@@ -36,7 +37,7 @@ KINDS = {
 }
 MODEL = ("parameters", "gradients", "optimizer state", "buffers")
 DECODED, ACTIVATIONS, TEMPORARIES = "decoded parameters", "activations", "temporaries"
-ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 OF_GRADIENTS = re.compile(rf"\['{GRADIENT}(_scale)?'\]$")  # states that are sums of gradients
 
 EIGHT, FULL, FOLDED, LEFT, FREED = (
@@ -131,8 +132,11 @@ def _elements(step: StepGraph) -> int:
 
 
 def _only(life: Lifetimes, owners: Iterable[fx.Node]) -> Lifetimes:
-    owners = set(owners)
-    return replace(life, size={n: life.size[n] for n in owners}, born={n: life.born[n] for n in owners})
+    """Of these owners alone. An item of a tuple is born with the tuple."""
+    size, born = {n: life.size[n] for n in owners}, Counter[fx.Node]()
+    for node, nbytes in size.items():
+        born[node.args[0] if node.target is operator.getitem else node] += nbytes
+    return replace(life, size=size, born=born)
 
 
 def _gradients(step: StepGraph) -> set[fx.Node]:
@@ -142,13 +146,20 @@ def _gradients(step: StepGraph) -> set[fx.Node]:
     for node in step.computing():
         if node.target is QUANTIZE:
             read: Sequence[Any] = node.args[:1]
-        elif node.target in ADD or node.target in (DEQUANTIZE, operator.getitem) or aliased_args(node):
+        elif _adds(node):
+            read = node.args[1]
+        elif node.target in SUMS or node.target in (DEQUANTIZE, operator.getitem) or aliased_args(node):
             read = node.all_input_nodes
         else:
             continue
         if read and all(a in found for a in read):
             found.add(node)
     return found
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether a gradient is added to a sum in few bits by one operator."""
+    return node.target is QUANTIZED_UPDATE and node.args[3].endswith(f" {ADD}")
 
 
 def _ways(step: StepGraph, gradients: set[fx.Node], kept: frozenset[fx.Node],
@@ -162,9 +173,9 @@ def _ways(step: StepGraph, gradients: set[fx.Node], kept: frozenset[fx.Node],
     ways = []
     for node, nodes in reached.items():
         also = [n for n in nodes if n in gradients]
-        if any(n.target in ADD and not _of_codes(n, roots) for n in also):
+        if any(n.target in SUMS and not _of_codes(n, roots) for n in also):
             ways.append(FULL)
-        elif any(n.target is QUANTIZE for n in also):
+        elif any(n.target is QUANTIZE or _adds(n) for n in also):
             ways.append(EIGHT)
         elif any(len(taken[root]) > 1 for root in _written(nodes, roots)):
             ways.append(FOLDED)

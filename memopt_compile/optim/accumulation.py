@@ -73,7 +73,7 @@ class Accumulating(Optimizer):
         if first and "step" in state:
             state["step"].add_(1)
         state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
-        if self.ranks == 1 and one_operator.applies(self, p, group):
+        if one_operator.applies(self, p, group):
             one_operator.apply(self, "_fold_in_slabs", p, grad, state, {**group, "first": first}, moves=False)
         elif self.elementwise:
             self._fold_in_slabs(p, grad, state, {**group, "first": first})
@@ -102,7 +102,7 @@ class Accumulating(Optimizer):
                 if p.grad is not None:
                     self._fold_and_free(p, p.grad, group)
                 del state["folded"]
-                if self.ranks == 1 and one_operator.applies(self, p, group):
+                if one_operator.applies(self, p, group):
                     one_operator.apply(self, "_apply_in_slabs", p, None, state, group)
                 elif self.elementwise:
                     self._apply_in_slabs(p, None, state, group)

@@ -69,7 +69,7 @@ class LowPrecisionGradients(Optimizer):
         group = {**group, "first": not state.get("folded", False)}
         state["folded"] = True
         if one_operator.applies(self, p, group):
-            one_operator.apply(self, "_add_in_slabs", p, grad, state, group,
+            one_operator.apply(self, one_operator.ADD, p, grad, state, group,
                                changes=[GRADIENT, f"{GRADIENT}_scale", DRAWS], moves=False)
         else:
             self._add_in_slabs(p, grad, state, group)

@@ -22,6 +22,7 @@ from ..quantization.formats import Linear
 from ..quantization.parameters import LowPrecisionTensor, register
 from .low_bit import GRADIENT
 
+ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
 BITS = (8, 4)  # of states: those of more would be copied whole
 
@@ -29,7 +30,7 @@ BITS = (8, 4)  # of states: those of more would be copied whole
 def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether what is done to this parameter is one operator of the step that is being captured."""
     return (torch.compiler.is_compiling() and isinstance(p, LowPrecisionTensor)
-            and group["state_bits"] in BITS
+            and group["state_bits"] in BITS and getattr(optimizer, "ranks", 1) == 1
             and type(optimizer).__module__.rpartition(".")[0] == __package__)
 
 
@@ -100,3 +101,5 @@ def _of_parts(func: Any, parameter: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 register(torch.ops.memopt.quantized_update, _of_parts)
+
+QUANTIZED_UPDATE = torch.ops.memopt.quantized_update.default
