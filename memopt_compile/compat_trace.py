@@ -95,8 +95,11 @@ def let_batch_vary(tensor: torch.Tensor) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def real_tensors() -> Any:
-    """A scope in which tensors are real although torch is tracing with fake ones."""
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """A scope in which tensors are real although torch is tracing with fake ones, and what runs does as it
+    will behind the trace: torch 2.13 says that it is compiling for as long as a backend does."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with _disable_current_modes(), mock.patch.object(torch.compiler, "_is_compiling_flag", False):
+        yield

@@ -23,6 +23,7 @@ from .collectives import is_collective, is_wait, launch_of
 from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
+from .quantization.operators import few_slabs
 from .stand_ins import stand_ins
 from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 
@@ -138,7 +139,7 @@ def _description(value: Any) -> Any:
 
 def _measure(target: Any, args: Any, kwargs: Any) -> int:
     """Peak of one run on made-up operands, less the bytes of its results."""
-    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs():
         args, kwargs = stand_ins((args, kwargs), "cpu")
         run = partial(target, *args, **kwargs)
         try:

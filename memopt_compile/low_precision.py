@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import compat
 from .errors import QuantizationError
 from .quantization.formats import LINEAR, Linear
 from .quantization.linear import TOGETHER
@@ -121,7 +122,8 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("is in low precision already", "call memopt.dequantize_parameters_ first")
     if is_lazy(p) or p.device.type == "meta":
         raise refuse("has no values yet", "run the model once, or load its weights, first")
-    if type(p.data) is not Tensor or p.layout is not strided:
+    fake = isinstance(p.data, compat.FakeTensor)  # of a model to be planned, which has no values
+    if not (fake or type(p.data) is Tensor) or p.layout is not strided:
         raise refuse("is no ordinary dense tensor", "convert the model before it is wrapped or sharded")
     if p.is_complex():
         raise refuse("is complex", "make it torch.view_as_real of it")
@@ -129,7 +131,7 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("holds no floating-point numbers", "make it a buffer")
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise refuse("has a gradient hook", "register hooks after the conversion")
-    if not p.detach().isfinite().all():
+    if not fake and not p.detach().isfinite().all():
         raise refuse("holds NaN or Inf", "load finite weights first")
 
 

@@ -14,9 +14,10 @@ from .adaptation import Replan
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
+from .model_memory import ModelMemory, input_bytes, model_memory
 from .options import format_bytes
 from .shadow import GradientError
-from .step_graph import Phase, Role, StepGraph, describe, short_names, source_line, storage_roots
+from .step_graph import Phase, StepGraph, describe, short_names, source_line, storage_roots
 from .step_pass import PassRecord
 from .structure import repeats
 
@@ -28,14 +29,6 @@ KINDS = {
     "step": "whole step",
     "model": "model only: activations, no optimizer",
     "ordinary": "ordinary path: nothing was saved",
-}
-ROLES = {
-    Role.PARAMETER: "parameters",
-    Role.STATE: "optimizer state",
-    Role.GRADIENT: "gradients",
-    Role.BUFFER: "buffers",
-    Role.BATCH: "batch",
-    Role.NUMBER: "numbers",
 }
 
 
@@ -65,7 +58,8 @@ class Report:
         lowering: "inductor" or "eager".
         predicted_peak_bytes: of the program that runs; None where nothing was predicted.
         measured_peak_bytes: of its first run; None if it has not run, or could not be measured.
-        resident_bytes: the inputs', alive throughout; `inputs` has them by role.
+        resident_bytes: the inputs', alive throughout; `inputs` has them by kind.
+        memory: all bytes by kind, and which way the gradients took; of a whole step.
         before_peak_bytes: predicted for the captured step before any pass.
         budget_bytes: `memory_budget` in bytes, None without one.
         passes: a `PassRecord` for each pass; its bytes leave out the inputs'.
@@ -94,6 +88,7 @@ class Report:
     before_peak_bytes: int | None = None
     budget_bytes: int | None = None
     inputs: dict[str, int] = field(default_factory=dict)
+    memory: ModelMemory | None = None
     passes: tuple[PassRecord, ...] = ()
     largest: list[LiveTensor] = field(default_factory=list, repr=False)
     peak_at: str | None = None
@@ -126,6 +121,7 @@ class Report:
             before_peak_bytes=record.before.peak_bytes if record.before else None,
             budget_bytes=record.budget_bytes(),
             inputs=input_bytes(step) if step else {},
+            memory=model_memory(step, after) if step and after and record.kind == "step" else None,
             passes=tuple(record.passes),
             largest=alive_at_peak(step, after) if step and after else [],
             peak_at=_peak_at(step, after) if step and after else None,
@@ -158,8 +154,8 @@ class Report:
                      f"Predicted memory of {self.where or 'the step'}")
 
     def __str__(self) -> str:
-        parts = [self._headline(), self._summary(), self._pass_table(), self._plan_table(),
-                 self._peak_table()]
+        parts = [self._headline(), self._summary(), self._memory_table(), self._pass_table(),
+                 self._plan_table(), self._peak_table()]
         if self.others:
             lines = [f"  {other._headline()}: {other._peak_line()}" for other in self.others]
             parts.append("\n".join(["other graphs of this function:", *lines]))
@@ -206,6 +202,24 @@ class Report:
             rows.append(("dumped to", self.folder))
         return "\n".join(f"  {label:<15}{text}" for label, text in rows)
 
+    def _memory_table(self) -> str:
+        if self.memory is None or not self.memory.parameters:
+            return ""
+        of = self.memory
+        rows = [[kind, *self._sizes(size, of.at_peak[kind], of.most[kind])]
+                for kind, size in of.between.items() if of.most[kind]]
+        rows.append(["model memory", *self._sizes(of.model_bytes(of.between), of.model_bytes(of.at_peak)), ""])
+        head = ["kind", "between steps", "bits", "at the peak", "bits", "at most"]
+        return (f"memory by kind, also in bits for each of {of.parameters:,} parameters; gradients {of.way}:\n"
+                + _table(rows, head, right=(1, 2, 3, 4, 5)))
+
+    def _sizes(self, between: int, at_peak: int, *most: int) -> list[str]:
+        found = []
+        for size in (between, at_peak):
+            bits = self.memory.bits(size) if self.memory else 0.0
+            found += [format_bytes(size), f"{bits:.2f}"]
+        return found + [format_bytes(size) for size in most]
+
     def _pass_table(self) -> str:
         rows = [_pass_row(each, self.resident_bytes or 0) for each in self.passes]
         head = ["pass", "peak before", "peak after", "saved", "seconds", "operators"]
@@ -232,14 +246,6 @@ class Report:
         if left:
             text += f"\n  and {len(left)} more, {format_bytes(sum(e.bytes for e in left))} together"
         return text
-
-
-def input_bytes(step: StepGraph) -> dict[str, int]:
-    """Bytes of the step's inputs by role."""
-    sizes = dict.fromkeys(ROLES.values(), 0)
-    for given in step.inputs:
-        sizes[ROLES[given.role]] += given.nbytes
-    return sizes
 
 
 def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:

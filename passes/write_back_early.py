@@ -14,7 +14,8 @@ end: every gradient, or every value, would live until then. The numbered rules a
 Before:  g1 = ..; g2 = ..; m1 = m + g1; m2 = m1 + g2; m := m2
 After:   g1 = ..; m1 = m + g1; m := m1; g2 = ..; m2 = m + g2; m := m2
 
-Memory: a gradient lives as long as it takes to fold it. Numerics: bitwise.
+Memory: a gradient lives as long as it takes to fold it; the codes of a sum in few bits, of which the step
+does not read what was there before, are in their state and nowhere else. Numerics: bitwise.
 """
 
 from __future__ import annotations
@@ -130,12 +131,12 @@ def _can_replace(step: StepGraph, value: fx.Node, write: fx.Node,
     """Whether `value` needs everything that reads the state as it is before, may be computed
     earlier, and is not itself wanted after the step."""
     state, needs = write.args[0], _update_needs(step, [value])
-    if not any(state in n.all_input_nodes for n in needs):
-        return False
     (owner,) = roots[state]
     views = [n for n in needs if owner in roots[n]]
-    readers = {u for n in [state, *views] for u in n.users}
-    return (readers <= needs | {write}
+    readers = {u for n in [state, *views] for u in n.users} - {write}
+    if readers and not any(state in n.all_input_nodes for n in needs):
+        return False
+    return (readers <= needs
             and not any(is_random(n) or is_collective(n) for n in needs)
             and not any(u.op == "output" for u in value.users))
 

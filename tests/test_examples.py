@@ -82,6 +82,15 @@ def test_low_memory_learns_and_each_way_has_its_row():
     assert adama < 0.9 * eager
 
 
+@needs_plays
+def test_low_memory_with_everything_in_8_bits():
+    output = run("train_low_memory.py", "--optimizer", "adamw", "--state-bits", "8", "--parameter-bits", "8",
+                 "--micro-batches", "2", "--steps", "12")
+    first, last = losses(output)
+    assert last < first - 0.3
+    assert "adamw with 8 bits, parameters of 8" in output
+
+
 @needs_images
 @pytest.mark.slow
 def test_resnet_with_a_short_last_batch():

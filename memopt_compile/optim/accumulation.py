@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from . import one_operator
 from .base import Optimizer, Options, State, clipped, finite
 
 
@@ -72,12 +73,17 @@ class Accumulating(Optimizer):
         if first and "step" in state:
             state["step"].add_(1)
         state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
-        if self.elementwise:
-            p, grad = self.in_blocks(group, p, grad)
-            self.in_slabs(p, state, group, lambda slab, part: self.fold(
-                self.gradient(grad, slab, group), part, group, first))
+        if one_operator.applies(self, p, group):
+            one_operator.apply(self, "_fold_in_slabs", p, grad, state, {**group, "first": first}, moves=False)
+        elif self.elementwise:
+            self._fold_in_slabs(p, grad, state, {**group, "first": first})
         else:
             self.fold(grad, state, group, first)
+
+    def _fold_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        p, grad = self.in_blocks(group, p, grad)
+        self.in_slabs(p, state, group, lambda slab, part: self.fold(
+            self.gradient(grad, slab, group), part, group, group["first"]))
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         self.fold(grad, state, group, first=True)
@@ -96,12 +102,14 @@ class Accumulating(Optimizer):
                 if p.grad is not None:
                     self._fold_and_free(p, p.grad, group)
                 del state["folded"]
-                if self.elementwise:
-                    self._apply_in_slabs(p, state, group)
+                if one_operator.applies(self, p, group):
+                    one_operator.apply(self, "_apply_in_slabs", p, None, state, group)
+                elif self.elementwise:
+                    self._apply_in_slabs(p, None, state, group)
                 else:
                     self.apply(p, state, group)
 
-    def _apply_in_slabs(self, p: Tensor, state: State, group: Options) -> None:
+    def _apply_in_slabs(self, p: Tensor, grad: None, state: State, group: Options) -> None:
         p, = self.in_blocks(group, p)
         self.in_slabs(p, state, group, lambda slab, part: self.move(
             p, state, slab, group, lambda weight: self.apply(weight, part, group)))

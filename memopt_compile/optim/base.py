@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import OptimizerError
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import Rounded
+from . import one_operator
 from .loading import checked, restore
 from .low_bit import (
     CORRECTION,
@@ -40,10 +41,11 @@ from .low_bit import (
     precise,
     read,
     read_weight,
+    vectors,
     write,
     write_weight,
 )
-from .slabs import Slab, cut, slabs
+from .slabs import Slab, slabs
 
 Options = Mapping[str, Any]
 
@@ -189,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
     @staticmethod
     def gradient(grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
         """One slab of the gradient to descend along, in the type of the arithmetic."""
-        part = cut(grad, slab)
+        part = read_weight(grad, {}, slab, None)
         if Optimizer.weight_format(grad, group) is not None or (
                 group["state_bits"] != 32 and grad.numel() >= SMALL):
             part = part.to(precise(part))
@@ -202,8 +204,7 @@ class Optimizer(torch.optim.Optimizer):
     @staticmethod
     def weight_format(p: Tensor, group: Options) -> Rounded | None:
         """How a parameter is stored that is updated in float32; None for one updated as it is."""
-        if (group["weight_bits"] is None or p.dtype != torch.bfloat16
-                or isinstance(p, LowPrecisionTensor)):
+        if isinstance(p, LowPrecisionTensor) or not group["weight_bits"] or p.dtype != torch.bfloat16:
             return None
         return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"])
 
@@ -225,13 +226,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def in_blocks(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
         """A parameter, and what has its shape, in the blocks of the moments, if all have some, for an
-        elementwise update: so that loops over parameter and moments can be fused.
-        A low-precision parameter and its gradient come in the type of the arithmetic.
-        """
+        elementwise update: so that loops over parameter and moments can be fused."""
         if isinstance(p, LowPrecisionTensor):
-            if not torch.compiler.is_compiling():
-                p, others = p.as_vector(), tuple(other.reshape(-1) for other in others)
-            return [p, *(other.to(precise(p)) for other in others)]
+            return vectors(p, others)
         formats = self.formats(p, group)
         if not (formats and self.moments.keys() <= formats.keys() and p.is_contiguous()):
             return [p, *others]
@@ -248,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
-        return slabs(p.shape, self.block(p, group))
+        return slabs(p.shape, self.block(p, group), isinstance(p, LowPrecisionTensor))
 
     # ------------------------------------------------------------------ the step
 
@@ -304,13 +301,15 @@ class Optimizer(torch.optim.Optimizer):
             state["step"].add_(1)
         if group["max_norm"] is not None:
             grad = clipped(grad, group["max_norm"])
-        if self.elementwise:
-            p, grad = self.in_blocks(group, p, grad)
-            self.in_slabs(p, state, group, lambda slab, part: self.move(
-                p, state, slab, group, lambda weight: self.update(
-                    weight, self.gradient(grad, slab, group), part, group)))
+        if one_operator.applies(self, p, group):
+            one_operator.apply(self, "_update_in_slabs", p, grad, state, group)
         else:
-            self.update(p, grad, state, group)
+            (self._update_in_slabs if self.elementwise else self.update)(p, grad, state, group)
+
+    def _update_in_slabs(self, p: Tensor, grad: Any, state: State, group: Options) -> None:
+        p, grad = self.in_blocks(group, p, grad)
+        self.in_slabs(p, state, group, lambda slab, part: self.move(p, state, slab, group, lambda weight:
+                      self.update(weight, self.gradient(grad, slab, group), part, group)))
 
     def in_slabs(self, p: Tensor, state: State, group: Options,
                  change: Callable[[Slab | None, State], None]) -> None:

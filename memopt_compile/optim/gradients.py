@@ -7,10 +7,15 @@ Q is the linear format of 8 bits, in groups of the parameter's size and with its
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .base import Optimizer, Options
+from ..quantization.parameters import LowPrecisionTensor
+from . import one_operator
+from .accumulation import Handles
+from .base import Optimizer, Options, State
 from .low_bit import DRAWS, GRADIENT, read, write
 from .slabs import cut
 
@@ -41,16 +46,42 @@ class LowPrecisionGradients(Optimizer):
                     grad, p.grad = p.grad, None
                     self._add(p, grad, group)
 
+    def accumulate_in_backward(self) -> Handles:
+        """From now on add each gradient to the sum as soon as a backward has finished it.
+
+        An ordinary loop, ``backward()`` for each micro-batch and then ``step()``, so adds up in 8 bits, and
+        holds one layer's gradient at a time in full precision. What is between them sees no gradients: use
+        `max_norm` to clip. For eager use, as that of `Accumulating`.
+        """
+        return Handles([p.register_post_accumulate_grad_hook(partial(self._hook, index))
+                        for index, group in enumerate(self.param_groups) for p in group["params"]
+                        if isinstance(p, LowPrecisionTensor) and group["gradient_bits"] != 32])
+
+    @torch.no_grad()
+    def _hook(self, index: int, p: Tensor) -> None:
+        group = self.param_groups[index]  # looked up now: a loaded checkpoint brings new groups
+        self._init_group({**group, "params": [p]})
+        grad, p.grad = p.grad, None
+        self._add(p, grad, group)
+
     def _add(self, p: Tensor, grad: Tensor, group: Options) -> None:
-        state, formats = self.state[p], self.formats(p, group)
-        first = not state.get("folded", False)
+        state = self.state[p]
+        group = {**group, "first": not state.get("folded", False)}
         state["folded"] = True
+        if one_operator.applies(self, p, group):
+            one_operator.apply(self, one_operator.ADD, p, grad, state, group,
+                               changes=[GRADIENT, f"{GRADIENT}_scale", DRAWS], moves=False)
+        else:
+            self._add_in_slabs(p, grad, state, group)
+
+    def _add_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        formats = self.formats(p, group)
         if DRAWS in state:
             state[DRAWS].add_(1)
         p, grad = self.in_blocks(group, p, grad)
         for slab in self.slabs(p, group):
             total = cut(grad, slab)
-            if not first:
+            if not group["first"]:
                 total = total + read(state, GRADIENT, p, slab, formats)
             write(state, GRADIENT, total, p, slab, formats)
 
@@ -61,7 +92,19 @@ class LowPrecisionGradients(Optimizer):
                 state = self.state.get(p, {})
                 if state.get("folded", False):
                     del state["folded"]
-                    grad = read(state, GRADIENT, p, None, self.formats(p, group))
-                    self._guarded(p, grad, state, group)
+                    self._guarded(p, self._kept(p, state, group), state, group)
                 elif p.grad is not None:
                     self._guarded(p, p.grad, state, group)
+
+    def _kept(self, p: Tensor, state: State, group: Options) -> Tensor | None:
+        """The sum: None where an operator that has the state reads it there, a slab at a time."""
+        whole = group["skip_nonfinite"] or group["max_norm"] is not None
+        if one_operator.applies(self, p, group) and not whole:
+            return None
+        return read(state, GRADIENT, p, None, self.formats(p, group))
+
+    def _update_in_slabs(self, p: Tensor, grad: Tensor | None, state: State, group: Options) -> None:
+        if grad is None:
+            grad = LowPrecisionTensor([state[GRADIENT], state[f"{GRADIENT}_scale"], state[GRADIENT]],
+                                      self.formats(p, group)[GRADIENT], p.shape, p.dtype)
+        super()._update_in_slabs(p, grad, state, group)

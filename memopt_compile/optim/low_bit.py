@@ -14,7 +14,7 @@ the state has what it lacks as a vector of int8, `CORRECTION`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,15 @@ def write_weight(p: Tensor, value: Tensor, state: State, slab: Slab | None,
         high, low = split(*given)
         part.copy_(high.view(part.shape))
         state[CORRECTION][codes].copy_(low)
+
+
+def vectors(p: LowPrecisionTensor, others: Sequence[Tensor]) -> list[Tensor]:
+    """A low-precision parameter and what has its shape, outside of a trace as vectors; what is not in low
+    precision in the type of the arithmetic."""
+    if not torch.compiler.is_compiling():
+        others = [o.as_vector() if isinstance(o, LowPrecisionTensor) else o.reshape(-1) for o in others]
+        p = p.as_vector()
+    return [p, *(o if isinstance(o, LowPrecisionTensor) else o.to(precise(p)) for o in others)]
 
 
 def whole(step: Tensor) -> Any:

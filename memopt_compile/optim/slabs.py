@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantization.operators import some
+
 # An update holds at most four arrays of this many elements: 4 MiB in float64.
 ELEMENTS = 1 << 17
 
@@ -25,25 +27,25 @@ class Slab(NamedTuple):
     length: int
 
 
-def slabs(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
+def slabs(shape: Sequence[int], block: int = 1, encoding: bool = False) -> list[Slab | None]:
     """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one."""
-    return [None] if torch.compiler.is_compiling() else sliced(shape, block)
+    return [None] if torch.compiler.is_compiling() else sliced(shape, block, encoding)
 
 
-def sliced(shape: Sequence[int], block: int = 1) -> list[Slab | None]:
-    """The same, traced or not.
+def sliced(shape: Sequence[int], block: int = 1, encoding: bool = False) -> list[Slab | None]:
+    """The same, traced or not. `encoding` stochastically holds more arrays: then slabs are smaller.
 
     With blocks of more than one element, counted in row-major order, they are along the first
     dimension, and whole blocks but for the last.
     """
-    count = math.prod(shape)
-    if count <= ELEMENTS:
+    count, most = math.prod(shape), ELEMENTS // (4 if encoding else 1)
+    if count <= most:
         return [None]
     dim = 0 if block > 1 else max(range(len(shape)), key=lambda d: shape[d])
     step = block // math.gcd(block, count // shape[dim])
-    length = max(1, ELEMENTS * shape[dim] // count // step) * step
+    length = max(1, most * shape[dim] // count // step) * step
     return [Slab(dim, start, min(length, shape[dim] - start))
-            for start in range(0, shape[dim], length)]
+            for start in some(range(0, shape[dim], length))]
 
 
 def cut(tensor: Tensor, slab: Slab | None) -> Tensor:

@@ -18,6 +18,7 @@ to itself; one without rounds to the nearest.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -141,20 +142,24 @@ def encode(value: Tensor, form: Format, draws: Any = 0, first: int = 0,
     codes = (by or _faster()).codes(shares, form)
     if form.seed is not None:
         places = torch.arange(first, first + flat.numel(), dtype=torch.int32, device=flat.device)
-        codes = _one_of_two(shares, codes, form, noise(places, form.seed, draws).view(shares.shape))
+        drawn = noise(places, form.seed, draws).view(shares.shape)
+        codes = _one_of_two(shares, codes, form, drawn, by or _faster())
     if form.bits == 4:
         codes = codes[:, 0] | (codes[:, 1] << 4)
     return codes.view(-1)[:form.sizes(count)[0]], scales.view(-1)
 
 
-def _one_of_two(shares: Tensor, codes: Tensor, form: Format, drawn: Tensor) -> Tensor:
-    """The codes of the nearest points, or where `drawn` says so those on the other side of a share."""
-    points = arithmetic.of_numbers(codes, form, torch.float32)
-    near = codes.to(torch.int32)
-    other = near + torch.where(shares > points, 1, -1)
-    other = other.clamp(0, len(form.points) - 1)
-    go = moves(shares, points, arithmetic.of_numbers(other, form, torch.float32), drawn)
-    return torch.where(go, other, near).to(torch.uint8)
+def _one_of_two(shares: Tensor, codes: Tensor, form: Format, drawn: Tensor, by: Any) -> Tensor:
+    """The codes of the nearest points, or where `drawn` says so those on the other side of a share.
+
+    By sums and products: to choose by `torch.where` takes a CPU as long as twenty of them.
+    """
+    point = partial(by.points, form=form, dtype=torch.float32) if form.bits == 8 else partial(
+        arithmetic.of_numbers, form=form, dtype=torch.float32)
+    points, near = point(codes), codes.to(torch.int32)
+    other = (shares > points).to(torch.int32).mul(2).sub(1).add(near).clamp(0, len(form.points) - 1)
+    go = moves(shares, points, point(other.to(torch.uint8)), drawn)
+    return (other - near).mul(go).add(near).to(torch.uint8)
 
 
 def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype,

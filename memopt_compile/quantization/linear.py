@@ -41,8 +41,8 @@ def encode(value: Tensor, form: Linear, draws: Any = 0, first: int = 0) -> list[
         places = torch.arange(first, first + blocks.numel(), dtype=torch.int32, device=value.device)
         drawn = noise(places, form.seed, draws).view(blocks.shape)
         near = codes / most * scales
-        others = (codes + torch.where(blocks > near, 1.0, -1.0)).clamp(-most, most)
-        codes = torch.where(moves(blocks, near, others / most * scales, drawn), others, codes)
+        others = (blocks > near).to(torch.float32).mul(2).sub(1).add(codes).clamp(-most, most)
+        codes = (others - codes).mul(moves(blocks, near, others / most * scales, drawn)).add(codes)
     return [*packed(codes.to(torch.int32).view(-1)[:count], form.bits), scales.view(-1)]
 
 

@@ -214,5 +214,11 @@ _SPECIAL: dict[Any, Callable] = {
                      aten.rand_like, aten.randn_like), _of_its_shape),
 }
 
+
+def register(operator: Any, function: Callable) -> None:
+    """Let `function` of the operator and its arguments do what `operator` does to such tensors."""
+    _SPECIAL[operator] = function
+
+
 # Files of such parameters load with `torch.load(.., weights_only=True)`.
 torch.serialization.add_safe_globals([LowPrecisionTensor, Linear])

@@ -1,7 +1,7 @@
 """Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
 
     python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--steps N]
-                                  [--micro-batches 1]
+                                  [--micro-batches 1 4 8 16]
 
 Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
 has its accuracy on the held-out images; the GPT by AdamW, and a row has its held-out loss. With N
@@ -120,17 +120,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(WAYS), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], metavar="N")
     given = parser.parse_args()
     task = Images() if given.model == "resnet" else Plays()
     steps = given.steps or task.steps
-    print(f"{given.model}, {steps} batches, {given.micro_batches} an update\n\n| way | mean | each seed | bins |\n"
-          "|---|---|---|---|")
-    for name in given.only:
-        found = [train(task, WAYS[name], seed, steps, given.micro_batches) for seed in range(given.seeds)]
-        results = [result for result, _ in found]
-        print(f"| {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
-              f"{statistics.mean(b for _, b in found):.4f} |", flush=True)
+    print(f"{given.model}, {steps} batches\n\n| N | way | mean | each seed | bins |\n|---|---|---|---|---|")
+    for n in given.micro_batches:
+        for name in given.only:
+            found = [train(task, WAYS[name], seed, steps, n) for seed in range(given.seeds)]
+            results = [result for result, _ in found]
+            print(f"| {n} | {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
+                  f"{statistics.mean(b for _, b in found):.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 
@@ -14,7 +15,7 @@ import memopt_compile as memopt
 from memopt_compile import optim, records
 from memopt_compile.errors import OptimizerError
 from memopt_compile.quantization.formats import FORMATS, LINEAR
-from memopt_compile.quantization.operators import decode, encode
+from memopt_compile.quantization.operators import decode, encode, few_slabs
 
 SIZE, STEPS = (53, 40), 4  # 2,120 elements: a whole group and a tail
 
@@ -136,6 +137,34 @@ def test_bits_of_all_model_memory():
     assert sum(b for name, b in bits.items() if "gradient" not in name) <= 20.1
 
 
+@pytest.mark.parametrize("make", [
+    lambda p: optim.SGD(p, lr=0.05, momentum=0.9, state_bits=8, gradient_bits=8),
+    lambda p: optim.AdamW(p, lr=0.01, state_bits=8, gradient_bits=8)])
+def test_an_ordinary_loop_in_eager_adds_up_in_8_bits_too(make):
+    results = []
+    for ordinary in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(53, 40), nn.ReLU(), nn.Linear(40, 4))
+        memopt.quantize_parameters_(model, skip="2.bias")
+        opt = make(model.parameters())
+        handle = opt.accumulate_in_backward() if ordinary else None
+        for x in torch.randn(2, 3, 8, 53, generator=torch.Generator().manual_seed(1)):
+            for some in x:
+                model(some).square().mean().backward()
+                if ordinary:  # a parameter in full precision has its sum in .grad
+                    assert [p.grad is None for p in model.parameters()] == [True, True, True, False]
+                else:
+                    opt.accumulate()
+            opt.step()
+            opt.zero_grad()
+        if handle:
+            handle.remove()
+            model(some).square().mean().backward()
+            assert all(p.grad is not None for p in model.parameters())
+        results.append([part for p in model.parameters() for part in getattr(p, "parts", [p])])
+    assert all(map(torch.equal, *results))
+
+
 def test_slabs_store_what_the_whole_does(monkeypatch):
     from memopt_compile.optim import slabs
 
@@ -254,6 +283,8 @@ def trained(lowering, make, micro_batches, steps=3, layers=2, **settings):
         (record,) = records.compilations(step.__code__)[before:]
         assert record.kind == "step" and record.reason is None
         assert record.predicted_peak_bytes == record.measured_peak_bytes
+        updates = record.step.op_counts().get("quantized_update", 0)
+        assert (updates >= 2 * layers) is (type(opt).__module__ != torch.optim.AdamW.__module__)
     return losses, [part for p in model.parameters() for part in p.parts], opt
 
 
@@ -285,6 +316,30 @@ def test_captured_step_is_the_eager_one_with_inductor():
     assert losses == pytest.approx(eager, rel=2e-5)
     assert all(((a.int() - b.int()).abs() > 0).double().mean() < 0.01 for a, b in zip(parts, ours)
                if a.dtype == torch.uint8)
+
+
+def test_an_update_holds_few_slabs_and_the_first_ones_tell_how_much(monkeypatch):
+    from memopt_compile.optim import one_operator, slabs
+
+    monkeypatch.setattr(slabs, "ELEMENTS", 16384)
+    elements, held = 14 * 4096 + 77, []  # 15 slabs, of two groups each
+    p = parameter(size=(elements,))
+    opt = optim.AdamW([p], lr=0.01, state_bits=8)
+    p.grad = torch.randn(elements)
+    opt.step()
+    state = opt.state[p]
+    args = [list(p.parts), [p.grad], list(state.values()), "AdamW _update_in_slabs", " ".join(state),
+            "lr betas betas eps weight_decay decoupled_weight_decay amsgrad state_bits gradient_bits maximize",
+            [0.01, 0.9, 0.999, 1e-8, 0.01, 1, 0, 8, 32, 0], [], [12, 2048, 0, elements], torch.float32]
+    for scope in (few_slabs, contextlib.nullcontext):
+        with scope(), torch.no_grad():
+            measured = memopt.measure(one_operator.quantized_update, *args, resident=())
+        held.append(measured.transient_peak_bytes - measured.end_bytes)
+    assert held[0] == held[1] < 20 * 4096 * 4
+    state["step"].sub_(1)  # which is counted outside
+    opt.step()
+    new = [*p.parts, *state.values()]  # is what the operator has given
+    assert all(map(torch.equal, measured.result, new))
 
 
 def test_a_copy_trains_on_its_own():

@@ -63,6 +63,13 @@ return
 """
 
 
+def test_a_state_that_is_overwritten_unread_has_each_value():
+    step = two_backwards(first=lambda m, of_0: of_0 * 2)
+    check(step, WriteBackEarly())
+    assert "add(copy_0, mul_" in step.text()  # m1 is read where m is
+    assert untouched(two_backwards(first=lambda m, of_0: of_0 * 2, last=lambda m2, m: m2 + m))
+
+
 def untouched(step):
     text = step.text()
     WriteBackEarly().run(step)

@@ -1,0 +1,105 @@
+"""`memopt::quantized_update`: what an optimizer does to one low-precision parameter, as one operator.
+
+Captured as operators of their own, decoding, arithmetic and encoding of an update hold several arrays of
+the parameter's size in full precision. In one operator they go through it a slab at a time, as in eager:
+its body is the eager code, on copies that are its results, so that captured steps write eager's codes.
+Beside those codes it holds a few slabs, whatever the size.
+
+An operator takes tensors and plain numbers. A method is named by its class and itself, and has the
+signature ``(p, grad, state, group)``; settings that are tensors go beside the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantization.formats import Linear
+from ..quantization.parameters import LowPrecisionTensor, register
+from .low_bit import GRADIENT
+
+ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
+KEPT = (GRADIENT, f"{GRADIENT}_scale")
+BITS = (8, 4)  # of states: those of more would be copied whole
+
+
+def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether what is done to this parameter is one operator of the step that is being captured."""
+    return (torch.compiler.is_compiling() and isinstance(p, LowPrecisionTensor)
+            and group["state_bits"] in BITS and getattr(optimizer, "ranks", 1) == 1
+            and type(optimizer).__module__.rpartition(".")[0] == __package__)
+
+
+def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | None, state: dict[str, Any],
+          group: Mapping[str, Any], changes: Sequence[str] | None = None, moves: bool = True) -> None:
+    """``optimizer.method(p, grad, state, group)`` by the operator. It `changes` these states, by default
+    all but a kept gradient, which is read where `grad` is None; and with `moves` the parameter."""
+    kept = [state[name] for name in KEPT if name in state] if grad is None else []
+    names = [name for name in changes or state if isinstance(state.get(name), Tensor)
+             and (changes or name not in KEPT)]
+    keys, values, numbers = [], [], []
+    for name, value in group.items():
+        for number in value if name == "betas" else [value]:
+            if isinstance(number, Tensor):
+                keys.append(f"{name}*")
+                numbers.append(number)
+            elif isinstance(number, (bool, int, float)):
+                keys.append(name)
+                values.append(float(number))
+    form = p.form
+    new = torch.ops.memopt.quantized_update(
+        [p] if moves else [], kept if grad is None else [grad], [state[name] for name in names],
+        f"{type(optimizer).__name__} {method}", " ".join(names), " ".join(keys), values, numbers,
+        [form.bits, form.block, -1 if form.seed is None else form.seed, *p.shape], p.dtype)
+    for old, made in zip([p, *(state[n] for n in names)] if moves else [state[n] for n in names], new):
+        old.copy_(made)
+
+
+@torch.library.custom_op("memopt::quantized_update", mutates_args=())
+def quantized_update(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str,
+                     names: str, keys: str, values: list[float], numbers: list[Tensor],
+                     layout: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """The new parts of the parameter, if they are given, and the new states."""
+    bits, block, seed, *size = layout
+    algorithm, name = method.split()
+    parts, states = [part.clone() for part in parameter], [each.clone() for each in state]
+    like = parts or [torch.empty(0, dtype=torch.uint8, device=state[0].device)] * 4
+    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed), size, dtype)
+    optimizer = object.__new__(getattr(sys.modules[__package__], algorithm))  # methods, and no state
+    found = dict(zip(names.split(), states))
+    if len(grad) != 1:
+        found |= dict(zip(KEPT, grad))
+    getattr(optimizer, name)(p, grad[0] if len(grad) == 1 else None, found,
+                             _settings(keys.split(), values, numbers))
+    return [*parts, *states]
+
+
+def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Tensor]) -> dict[str, Any]:
+    """The group again, with 0 and 1 for flags, which is as good. A key with * has a tensor."""
+    group: dict[str, Any] = {"weight_bits": None}
+    plain, tensors = iter(values), iter(numbers)
+    for key in keys:
+        number, name = next(tensors if key[-1] == "*" else plain), key.rstrip("*")
+        group[name] = (*group.get(name, ()), number) if name == "betas" else number
+    return group
+
+
+@quantized_update.register_fake
+def _(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (*parameter, *state)]
+
+
+def _of_parts(func: Any, parameter: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The operator of a parameter is that of its parts."""
+    p, = parameter
+    new = func(p.parts, *rest)
+    return [p.like_this(new[:len(p.parts)]), *new[len(p.parts):]]
+
+
+register(torch.ops.memopt.quantized_update, _of_parts)
+
+QUANTIZED_UPDATE = torch.ops.memopt.quantized_update.default
