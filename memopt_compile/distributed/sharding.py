@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..optim.base import Optimizer
-from ..optim.low_bit import compressed
+from ..optim.low_bit import compressed, expanded
 from ..optim.shards import Rows
 from .refusals import check
 from .storage import Storage, remember
@@ -125,7 +125,7 @@ def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter) -> None:
 
 def _rows_of_state(opt: Optimizer, p: Tensor, new: nn.Parameter, group: Any) -> dict[str, Any]:
     """The state of `p` for this rank's rows of it, in the formats of `state_bits`."""
-    whole = opt.saved_state(opt.state.pop(p), p, group)
+    whole = expanded(opt.state.pop(p), p, opt.formats(p, group))
     for name, value in whole.items():
         if isinstance(value, Tensor) and value.dim():
             placement = Shard(0) if opt.by_rows(name, p, group) else Replicate()

@@ -69,7 +69,7 @@ class FactoredOptimizer(Optimizer):
             return None
         if not self.crosses(dims.rows):
             return factors[0].mean(dims.rows, keepdim=True)
-        count = math.prod(p.shape[d] for d in dims.rows)
+        count = math.prod([p.shape[d] for d in dims.rows])  # a list: Dynamo takes no generator
         return self.shards.total(factors[0].sum(dims.rows, keepdim=True), p) / count
 
     def root_mean_square(self, value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
