@@ -53,9 +53,11 @@ class BucketCollectives(StepPass):
         largest = max(whole_bytes(n) for n in step.computing() if n.target in COALESCED)
         step.bucket_bytes = self.cap_bytes or largest // SHARE  # rule 2
         buckets = list(_buckets(step, step.bucket_bytes))
-        step.reorder(_side_by_side(step, buckets))
-        for bucket in buckets:
-            _join(step, bucket)
+        order = _side_by_side(step, buckets)
+        if len(order) == len(list(step.computing())):  # else two buckets need each other
+            step.reorder(order)
+            for bucket in buckets:
+                _join(step, bucket)
 
 
 def _buckets(step: StepGraph, cap: int) -> Iterator[list[fx.Node]]:
@@ -83,7 +85,7 @@ def _buckets(step: StepGraph, cap: int) -> Iterator[list[fx.Node]]:
 
 
 def _side_by_side(step: StepGraph, buckets: list[list[fx.Node]]) -> list[fx.Node]:
-    """Rule 4: the order with each bucket in one place. What waits for one keeps its place otherwise."""
+    """Rule 4: the order with each bucket in one place, and right behind it what it has kept waiting."""
     before = predecessors(step, free=tuple(Phase))
     early = {bucket[0]: bucket for bucket in buckets
              if bucket[0].target is GATHER and all(map(_inputs_only, bucket))}

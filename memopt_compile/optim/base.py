@@ -356,9 +356,10 @@ class Optimizer(torch.optim.Optimizer):
     def saved_state(self, state: State, p: Tensor, group: Options) -> State:
         """The state of `p` in full precision and, of shards, as DTensors."""
         here = self.shards.local(p)
+        if formats := self.formats(here, group):
+            state = expanded(state, here, formats)
         return {name: self.shards.saved(value, p) if isinstance(value, Tensor) and self.by_rows(
-            name, p, group) else value
-            for name, value in expanded(state, here, self.formats(here, group)).items()}
+            name, p, group) else value for name, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`, from this class or torch's of the same name.

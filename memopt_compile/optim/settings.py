@@ -37,7 +37,7 @@ def check_common(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         raise optimizer.error("it has no gradients to keep in few bits", "leave gradient_bits out")
     if not 0 <= group["rounding_seed"] < 2**32:
         raise optimizer.error(f"rounding_seed is {group['rounding_seed']}",
-                         "choose an integer from 0 to 2**32 - 1")
+                              "choose an integer from 0 to 2**32 - 1")
     if group["max_norm"] is not None and not group["max_norm"] > 0:
         raise optimizer.error(f"max_norm is {group['max_norm']}", "choose a norm above 0, or None")
     lr = group["lr"]

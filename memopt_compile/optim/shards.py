@@ -53,7 +53,12 @@ class Rows(Whole):
         self.mesh, self.ranks, self.group = mesh, mesh.size(), mesh.get_group().group_name
 
     def local(self, value: Tensor) -> Tensor:
-        return value.to_local() if isinstance(value, self.kind) else value
+        if not isinstance(value, self.kind):
+            return value
+        placed = self.by_rows if value.dim() else self.everyone
+        if value.placements != placed:  # a gradient that the user has put there
+            value = value.redistribute(placements=placed)
+        return value.to_local()
 
     def total(self, value: Tensor, p: Tensor) -> Tensor:
         if not p.dim():
