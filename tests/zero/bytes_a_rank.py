@@ -6,7 +6,7 @@
 Prints a table: resident bytes measured beside the formulas of ZeRO's paper for float32, the peak of
 what a step adds in units of the parameters' bytes (predicted and measured, the least of some steps,
 since gloo's own thread may hold what it has sent a moment longer), and bytes communicated a rank in
-units of data parallel's, counted in the graph.
+units of data parallel's, counted in the graph, with the number of calls and of the tensors in them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "optim"), str(R
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from cases import calls, sent  # noqa: E402
 from models import GPT, GPTConfig  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -79,7 +80,8 @@ def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width:
             "parameters": whole, "resident": resident,
             "formula": {0: 3 * whole, 3: 3 * whole / ranks}.get(stage, whole + 2 * whole / ranks),
             "predicted": record.predicted_peak_bytes - record.after.resident_bytes,
-            "measured": min(m.transient_peak_bytes for m in peaks), "sent": sent_bytes(record, ranks)}
+            "measured": min(m.transient_peak_bytes for m in peaks), "sent": sent_bytes(record, ranks),
+            "calls": len(calls(record)), "tensors": len(sent(record))}
     return found
 
 
@@ -97,7 +99,7 @@ def main() -> None:
                            given.layers, given.width, given.micro,
                            "optimizer_states" if given.adama else "gradients")
     print("| ranks | stage | resident bytes | formula | difference | transient, predicted | measured "
-          "| communicated |\n|---|---|---|---|---|---|---|---|")
+          "| communicated | calls | tensors |\n|---|---|---|---|---|---|---|---|---|---|")
     for stage in given.stages:
         ranks = [r[stage] for r in results]
         row = max(ranks, key=lambda r: r["resident"])
@@ -105,7 +107,8 @@ def main() -> None:
         print(f"| {given.ranks} | {stage} | {row['resident']:,} | {row['formula']:,.0f} "
               f"| {row['resident'] / row['formula'] - 1:+.2%} "
               f"| {max(r['predicted'] for r in ranks) / unit:.3f} "
-              f"| {max(r['measured'] for r in ranks) / unit:.3f} | {row['sent'] / base:.2f} |")
+              f"| {max(r['measured'] for r in ranks) / unit:.3f} | {row['sent'] / base:.2f} "
+              f"| {row['calls']} | {row['tensors']} |")
 
 
 if __name__ == "__main__":

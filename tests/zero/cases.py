@@ -125,14 +125,16 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
             "resident": memopt.measure(lambda: None, resident=(model, opt)).resident_bytes}
 
 
-def alone(kind: Callable, ranks: int, optimizer: Callable = adamw, **how: Any) -> dict[str, Any]:
-    """One process with the batches of all ranks, in float64 and eager."""
+def alone(kind: Callable, ranks: int, optimizer: Callable = adamw, micro: int = 1,
+          **how: Any) -> dict[str, Any]:
+    """One process with the batches of all ranks, in float64 and eager. Its micro-batches are those of all
+    ranks together."""
     model = made(kind, torch.float64)
-    step = step_of(model, optimizer(model), **how)
+    step = step_of(model, optimizer(model), micro, **how)
     losses = []
     for each in zip(*(batches(rank, ranks, torch.float64) for rank in range(ranks))):
-        xs, ys = zip(*each)
-        losses.append(float(step(torch.cat(xs), torch.cat(ys))))
+        losses.append(float(step(*(torch.cat([part for parts in zip(*(x.chunk(micro) for x in of))
+                                              for part in parts]) for of in zip(*each)))))
     return {"losses": losses, "parameters": whole(model)}
 
 
