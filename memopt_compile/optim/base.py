@@ -262,8 +262,7 @@ class Optimizer(torch.optim.Optimizer):
                                  "layer's gradient dense (nn.Embedding(sparse=False))")
             if not self.state[p]:
                 state = self.first_state(p, group)
-                here = self.shards.local(p)
-                self.state[p].update(compressed(state, self.formats(here, group)))
+                self.state[p].update(compressed(state, self.formats(self.shards.local(p), group)))
 
     def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         """One step, unless the gradient is not finite and the group minds."""
