@@ -11,6 +11,8 @@ import operator
 import torch
 from torch import fx
 
+from .compat_trace import hinted
+
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # .. and of waiting for their results
@@ -47,6 +49,15 @@ def operands(node: fx.Node) -> list[fx.Node]:
 def readers(node: fx.Node) -> list[fx.Node]:
     """The nodes that have `node` among their `operands`."""
     return [*node.users, *(w for u in node.users if is_collective(u) for w in waits_of(u))]
+
+
+def whole_bytes(launch: fx.Node) -> int:
+    """Bytes of what a collective communicates as a whole: of a gather its results, of others what they
+    are given, which may be a part of a larger storage."""
+    given = launch.args[0] if isinstance(launch.args[0], list | tuple) else [launch.args[0]]
+    values = [n.meta["val"] for n in given]
+    ranks = launch.args[1] if "all_gather" in launch.target._schema.name else 1
+    return sum(hinted(v.numel()) * v.element_size() for v in values) * ranks
 
 
 def first_read_too_early(graph: fx.Graph) -> fx.Node | None:

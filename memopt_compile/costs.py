@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .collectives import is_collective, is_wait, launch_of
+from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat_trace import hinted, pytree, real_tensors
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
@@ -69,19 +69,20 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
 
 def _of_gloo(launch: fx.Node) -> int:
     """Bytes that gloo holds from a collective until it has been waited for, and the wait itself: the
-    whole result of a gather or operand of a scatter once more, and the number that a mean divides by.
+    whole result of a gather or operand of a scatter once more, and the number that a mean divides by. A
+    bucket of gathers has its operands copied side by side as well.
     """
     if not is_collective(launch):
         return 0
     name, given = launch.target._schema.name, launch.args[0]
-    given = given if isinstance(given, fx.Node) else launch
-    whole = 0
-    if name.endswith("all_gather_into_tensor"):
-        whole = nbytes(launch.meta["val"])
-    elif name.endswith("reduce_scatter_tensor"):
-        value = given.meta["val"]  # which may be a part of a larger storage
-        whole = hinted(value.numel()) * value.element_size()
-    return whole + (8 + given.meta["val"].element_size() if "avg" in launch.args else 0)
+    several = isinstance(given, list | tuple)
+    first = (given[0] if several else given).meta["val"]
+    held = 0
+    if "all_gather" in name or "reduce_scatter" in name:
+        held = whole_bytes(launch)
+    if several and "all_gather" in name:
+        held += whole_bytes(launch) // launch.args[1]
+    return held + (8 + first.element_size() if "avg" in launch.args else 0)
 
 
 def _inside(step: StepGraph, node: fx.Node, held: Workspace) -> int:

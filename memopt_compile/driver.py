@@ -155,7 +155,7 @@ def _kind_line(kind: str, notes: capture.Notes) -> str:
 def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation,
                   notes: capture.Notes) -> Callable:
     origin = build.dynamo_inputs(gm)
-    storages = zero.check(record.options, origin, notes.where)
+    storages = zero.check(record.options, origin, notes.optimizers, notes.where)
     _detach_outputs(gm)
     compat.settle_unused_floats(gm)
     wholes: list[zero.Storage] = []

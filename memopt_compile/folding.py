@@ -81,8 +81,9 @@ def adam(params: list, grads: list, exp_avgs: list, exp_avg_sqs: list, max_exp_a
         count = step.to(torch.float64)
         if weight_decay != 0:
             param.mul_(1 - lr * weight_decay)
-        m.copy_(torch.ops.memopt.fold(m, grad, _number(beta1), 1))
-        v.copy_(torch.ops.memopt.fold(v, grad, _number(beta2), 2))
+        for value, beta, power in ((m, beta1, 1), (v, beta2, 2)):
+            rows = _rows(value)
+            rows.copy_(torch.ops.memopt.fold(rows, _rows(grad), _number(beta), power))
         if amsgrad:
             v = max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
         root = (v.sqrt() / (1 - beta2**count) ** 0.5).add_(eps)
@@ -99,6 +100,11 @@ def moments(self: Adam, grad: Tensor, state: dict, group: dict, first: bool) -> 
 def clipped(grad: Tensor, limit: Any) -> Tensor:
     """`memopt.optim.base.clipped`, to be done to the gradient of each micro-batch."""
     return torch.ops.memopt.clip(grad, _number(limit))
+
+
+def _rows(value: Tensor) -> Tensor:
+    """What this rank has of a DTensor, which is not known to go through our operators."""
+    return value if type(value) is Tensor else value.to_local()
 
 
 def _number(beta: Any) -> Tensor:

@@ -69,7 +69,8 @@ def next_item(loops: Sequence[Loop], original: Callable, iterator: Any, tx: Any)
     if index in (TRACED - 1, TRACED):
         state, tensors = compat_loop.python_state(tx, but=iterator)
         if index < TRACED or state == loop.third:
-            values = compat.tuple_variable([loop.chunks[0].items[0], *tensors])
+            values = compat.tuple_variable(
+                [loop.chunks[0].items[0], *(_rows(tx, tensor) for tensor in tensors)])
             _call(tx, torch.ops.memopt.loop_state.default, values, loops.index(loop), index)
         if index < TRACED:
             loop.third = state
@@ -86,6 +87,14 @@ def next_item(loops: Sequence[Loop], original: Callable, iterator: Any, tx: Any)
 def _call(tx: Any, marker: Any, values: Any, *place: int) -> Any:
     build = compat.VariableTracker.build
     return build(tx, marker).call_function(tx, [values, *(build(tx, n) for n in place)], {})
+
+
+def _rows(tx: Any, tensor: Any) -> Any:
+    """What this rank has of a DTensor: the marker takes no mixture of them and other tensors."""
+    if not hasattr(compat.fake_value(tensor), "to_local"):
+        return tensor
+    with compat.traced_without_grad(tx):  # then it is the tensor inside, and no view of it
+        return tensor.call_method(tx, "to_local", [], {})
 
 
 def _equal_and_many(chunks: list[Any]) -> bool:

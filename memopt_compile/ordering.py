@@ -36,8 +36,9 @@ DRAW_NOTHING = ("transformers.grouped_mm_fallback.default",
                 "transformers.grouped_mm_fallback_backward.default")
 
 
-def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, in schedule order, the nodes that any safe order puts before it."""
+def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, in schedule order, the nodes that any safe order puts before it. Collectives of
+    the phases `free` need no order (rule 4): whoever asks for that gives all ranks the same one."""
     before: dict[fx.Node, list[fx.Node]] = {}
     roots = storage_roots(step.graph)
     touched: dict[fx.Node, list[fx.Node]] = {}
@@ -52,31 +53,11 @@ def predecessors(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
         if is_random(node):
             needs += [drew] if drew else []  # rule 3
             drew = node
-        if is_collective(node):
+        if is_collective(node) and step.phase(node) not in free:
             needs += [called] if called else []  # rule 4
             called = node
         before[node] = [n for n in dict.fromkeys(needs) if n is not node]
     return before
-
-
-def updates_early(step: StepGraph) -> list[fx.Node]:
-    """The computing nodes with each of the update as soon as it can run; what needs nothing of forward
-    and backward waits for its first reader. It depends on no sizes: ranks with fewer rows agree.
-    """
-    before = predecessors(step)
-    order = list(before)
-    place = {node: i for i, node in enumerate(order)}
-    ready: dict[fx.Node, int] = {}  # the last node of forward and backward that must have run
-    after: dict[fx.Node, int] = {}  # of the update, by what needs it
-    for node in order:
-        update = step.phase(node) is Phase.UPDATE
-        ready[node] = max((ready[b] for b in before[node]), default=-1) if update else place[node]
-    for node in reversed(order):
-        if ready[node] < 0:
-            ready[node] = after.get(node, -1)
-        for b in before[node]:
-            after[b] = min(after.get(b, ready[node]), ready[node])
-    return sorted(order, key=lambda n: (ready[n], step.phase(n) is Phase.UPDATE, place[n]))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from .errors import OptionError, PassError
 from .liveness import Workspace, no_workspace, timeline
 from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
+from .passes.bucket_collectives import BucketCollectives
 from .passes.canonicalize import Canonicalize
 from .passes.cast_before_gather import CastBeforeGather
 from .passes.channels_last import ChannelsLast
@@ -36,6 +37,7 @@ from .passes.rematerialize_free import RematerializeFree
 from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
+from .passes.update_early import UpdateEarly
 from .passes.write_back_early import WriteBackEarly
 from .rematerialization import Means
 from .step_graph import StepGraph
@@ -61,12 +63,18 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
-        # ZeRO: each gradient is communicated once, in stage 1 for all micro-batches together.
-        (options.zero > 0, partial(ReduceOnce, across=options.zero == 1)),
+        # ZeRO: each gradient is communicated once, in stage 1 for all micro-batches together (unless
+        # each of them goes into the states).
+        (options.zero > 0, partial(
+            ReduceOnce, across=options.zero == 1 and options.accumulate == "gradients")),
+        # No update waits for the end of backward because of what it communicates.
+        (options.zero > 0, UpdateEarly),
         # Whole parameters stay, and are gathered behind their update, or they come and go.
         (options.zero in (1, 2), KeepParameters),
         (options.zero == 3, CastBeforeGather),
         (options.zero == 3, GatherAgain),
+        # Small ones travel together, at most a part of the largest at a time.
+        (options.zero > 0, BucketCollectives),
         # What the user checkpoints is computed again. (Dropout by PyTorch's own operator can run again
         # once its mask is drawn apart.)
         (eager, ReplayDropout),

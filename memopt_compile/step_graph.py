@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .collectives import COLLECTIVES, OPERATOR, WAIT, first_read_too_early, is_collective, operands
+from .collectives import (
+    COLLECTIVES,
+    OPERATOR,
+    WAIT,
+    first_read_too_early,
+    is_collective,
+    operands,
+    waits_of,
+    whole_bytes,
+)
 from .compat_trace import hinted
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
@@ -81,7 +90,8 @@ class StepGraph:
     ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
     computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
     with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked;
-    ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them.
+    ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them, and
+    ``bucket_bytes`` is what small ones that travel together may come to.
     """
 
     module: fx.GraphModule
@@ -91,6 +101,7 @@ class StepGraph:
     kind: str = "step"
     plan: MemoryPlan | None = None
     windows: tuple[Window, ...] = ()
+    bucket_bytes: int | None = None
 
     def copy(self) -> StepGraph:
         """The same step with a graph of its own, whose nodes have the same names."""
@@ -194,12 +205,22 @@ class StepGraph:
         if early is not None:
             raise VerifyError(f"the result of {early.name} is read before it has come",
                               where=source_line(early), do="read it behind a wait_tensor of it")
+        self._verify_buckets()
         stale_read = first_stale_read(self.graph)
         if stale_read is not None:
             read, write = stale_read
             raise VerifyError(
                 f"{read.name} reads a value after {write.name} has overwritten it",
                 where=source_line(read), do="keep every read of a tensor before its write")
+
+    def _verify_buckets(self) -> None:
+        for bucket in (n for n in self.computing() if is_collective(n) and isinstance(n.args[0], list | tuple)):
+            if self.bucket_bytes is not None and whole_bytes(bucket) > self.bucket_bytes:
+                raise VerifyError(f"{bucket.name} communicates {whole_bytes(bucket)} B at once, above "
+                                  f"{self.bucket_bytes}", where=source_line(bucket), do="make two of it")
+            if {self.phase(w) for w in waits_of(bucket)} - {self.phase(bucket)}:
+                raise VerifyError(f"{bucket.name} has parts of forward and of backward",
+                                  where=source_line(bucket), do="keep collectives of a phase together")
 
 
 def op_name(node: fx.Node) -> str:

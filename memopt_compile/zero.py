@@ -25,16 +25,18 @@ from .step_graph import Input, Role, StepGraph, Window, nbytes
 Origin = Sequence[tuple[str, Any, bool]]
 
 
-def check(options: Options, origin: Origin, where: str) -> list[Storage]:
+def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: str) -> list[Storage]:
     """How the parameters of a step are stored.
 
     Raises:
         OptionError: not as the stage of the options needs it, or another option does not go with it.
     """
     stage = options.zero
-    if stage and options.accumulate != "gradients":
-        raise OptionError(f"accumulate={options.accumulate!r} with zero is not in this version",
-                          where=f"{where}, zero={stage}", do="leave one of them out")
+    if stage and options.accumulate != "gradients" and any(
+            group.get("max_norm") for opt in optimizers for group in opt.param_groups):
+        raise OptionError(f"accumulate={options.accumulate!r} would clip by the norm of this rank's rows",
+                          where=f"{where}, zero={stage}, max_norm", do="use memopt.optim.AdamA, which clips "
+                          "each micro-batch by the norm over all ranks")
     found = [storage_of(example) for _, example, _ in origin]
     storages = [s for s in found if s is not None]
     for (label, _, trained), storage in zip(origin, found):

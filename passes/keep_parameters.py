@@ -7,7 +7,7 @@ each rank has the whole (`StepGraph.windows`), and its rows are a part of it.
 2. Every other read of the rows, in the update, reads them in the whole.
 3. The new rows are not written to their place but gathered from all ranks, each with as many as the
    first has (the last ones add zeros), and written over the whole once nothing reads the old one.
-4. Each update, and so its gather, stands as soon as it can run (`ordering.updates_early`).
+4. A gather stands behind its update, wherever that is: see `update_early`.
 
 Before:  w = wait(all_gather(p)); ..; g = wait(reduce_scatter(..)); p := p - g
 After:   ..; g = wait(reduce_scatter(..)); whole := wait(all_gather(rows(whole) - g))
@@ -25,7 +25,6 @@ import torch
 from torch import fx
 
 from memopt_compile.collectives import operands, waits_of
-from memopt_compile.ordering import updates_early
 from memopt_compile.step_graph import StepGraph, Window, storage_roots
 from memopt_compile.step_pass import StepPass
 
@@ -41,7 +40,6 @@ class KeepParameters(StepPass):
         return None if step.windows else "no parameter is kept whole"
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        step.reorder(updates_early(step))  # rule 4
         inputs = {node.name: node for node in step.placeholders}
         for launch in step.graph.find_nodes(op="call_function", target=GATHER):
             window = next((w for w in step.windows if w.rows == _rows_of(launch).name), None)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import OptionError, RankError
+from ..optim.base import Optimizer
+from ..optim.factors import FactoredOptimizer
 from . import agreement
 from .storage import storage_of
 
@@ -77,13 +79,28 @@ def _check_mesh(mesh: Any) -> None:
 
 def _check_optimizer(opt: torch.optim.Optimizer) -> None:
     name = type(opt).__name__
+    if isinstance(opt, Optimizer):
+        _check_ours(opt, name)
+        return
     known = {inspect.unwrap(getattr(torch.optim, n).step) for n in ELEMENTWISE}
     if inspect.unwrap(type(opt).step) not in known:
-        of_ours = type(opt).__module__.startswith("memopt_compile")
-        why = ("keeps its state in formats and slabs that do not go by rows" if of_ours
-               else "is not known to be elementwise, so that a part of the rows might be updated otherwise")
-        raise _refusal(f"the update of {name} {why}",
-                       f"use one of torch.optim: {', '.join(ELEMENTWISE)}")
+        raise _refusal(f"the update of {name} is not known to be elementwise, so that a part of the rows "
+                       "might be updated otherwise", f"use one of torch.optim: {', '.join(ELEMENTWISE)}; or "
+                       "of memopt.optim")
+
+
+def _check_ours(opt: Optimizer, name: str) -> None:
+    if not (opt.elementwise or isinstance(opt, FactoredOptimizer)):
+        raise _refusal(f"the update of {name} is not elementwise, and nothing says what of it is summed up "
+                       "over ranks", "use one of memopt.optim")
+    if getattr(opt, "process_group", None) is not None:
+        raise _refusal(f"{name} sums up its states over a process group of its own",
+                       "leave process_group out: gradients are averaged by shard_ itself")
+    for group in opt.param_groups:
+        for setting, value in (("state_bits", 16), ("weight_bits", 16), ("weight_bits", 24)):
+            if group[setting] == value:
+                raise _refusal(f"{setting}={value} of {name} rounds each element by its place in the whole "
+                               "parameter", "choose state_bits=32, 8 or 4, and leave weight_bits out")
 
 
 def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -> None:

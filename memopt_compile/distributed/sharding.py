@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..optim.base import Optimizer
+from ..optim.low_bit import compressed, expanded
+from ..optim.shards import Rows
 from .refusals import check
 from .storage import Storage, remember
 
@@ -37,7 +40,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
 
     Args:
         model: its parameters are replaced; buffers stay as they are, one for each rank.
-        opt: of `torch.optim`, with an update that is elementwise.
+        opt: of `torch.optim`, with an update that is elementwise, or of `memopt.optim`.
         mesh: a DeviceMesh of one dimension, over the ranks that share the model.
         stage: 1 and 2 shard optimizer state, and gradients; 3 parameters too.
 
@@ -45,6 +48,8 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
         OptionError: something of this is not so. Nothing was changed.
     """
     check(model, opt, mesh, stage)
+    if isinstance(opt, Optimizer):
+        opt.shards = Rows(mesh)
     made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
     for path, module in model.named_modules():
         given = dict(module._parameters)  # as the optimizer has them
@@ -108,12 +113,24 @@ def _start(given: DTensor) -> int:
 def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter) -> None:
     """Let the optimizer update `new`, with the state of `p`."""
     for group in opt.param_groups:
+        if p in opt.state and isinstance(opt, Optimizer) and any(each is p for each in group["params"]):
+            opt.state[new] = _rows_of_state(opt, p, new, group)
         group["params"] = [new if each is p else each for each in group["params"]]
     if p in opt.state:
         opt.state[new] = {
             name: distribute_tensor(value, new.device_mesh, list(new.placements))
             if isinstance(value, Tensor) and value.shape == p.shape and p.dim() else value
             for name, value in opt.state.pop(p).items()}
+
+
+def _rows_of_state(opt: Optimizer, p: Tensor, new: nn.Parameter, group: Any) -> dict[str, Any]:
+    """The state of `p` for this rank's rows of it, in the formats of `state_bits`."""
+    whole = expanded(opt.state.pop(p), p, opt.formats(p, group))
+    for name, value in whole.items():
+        if isinstance(value, Tensor) and value.dim():
+            placement = Shard(0) if opt.by_rows(name, p, group) else Replicate()
+            whole[name] = distribute_tensor(value, new.device_mesh, [placement]).to_local()
+    return compressed(whole, opt.formats(new.to_local(), group))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import one_operator
-from .base import Optimizer, Options, State, clipped, finite
+from .base import Optimizer, Options, State
 
 
 class Accumulating(Optimizer):
@@ -64,10 +64,10 @@ class Accumulating(Optimizer):
 
     def _fold_and_free(self, p: Tensor, grad: Tensor, group: Options) -> None:
         p.grad = None
-        if group["skip_nonfinite"] and not finite(grad):
+        if group["skip_nonfinite"] and not self.finite(grad, p):
             return
         if group["max_norm"] is not None:
-            grad = clipped(grad, group["max_norm"] * self.ranks)
+            grad = self.clip(grad, p, group["max_norm"] * self.ranks)
         state = self.state[p]
         first = not state.get("folded", False)
         if first and "step" in state:
@@ -81,7 +81,7 @@ class Accumulating(Optimizer):
             self.fold(grad, state, group, first)
 
     def _fold_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
-        p, grad = self.in_blocks(group, p, grad)
+        p, grad = self.in_blocks(group, self.shards.local(p), self.shards.local(grad))
         self.in_slabs(p, state, group, lambda slab, part: self.fold(
             self.gradient(grad, slab, group), part, group, group["first"]))
 
@@ -110,7 +110,7 @@ class Accumulating(Optimizer):
                     self.apply(p, state, group)
 
     def _apply_in_slabs(self, p: Tensor, grad: None, state: State, group: Options) -> None:
-        p, = self.in_blocks(group, p)
+        p, = self.in_blocks(group, self.shards.local(p))
         self.in_slabs(p, state, group, lambda slab, part: self.move(
             p, state, slab, group, lambda weight: self.apply(weight, part, group)))
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .base import Options, State
-from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
+from .factors import FactoredOptimizer, add_mean, empty_factors, factored, row_share
 from .low_bit import precise, read_weight
-from .slabs import Slab, cut, kept, root_mean_square
+from .slabs import Slab, cut, kept
 
 
 class Adafactor(FactoredOptimizer):
@@ -55,41 +55,46 @@ class Adafactor(FactoredOptimizer):
 
     def new_state(self, p: Tensor, group: Options) -> State:
         dims = factored(p.shape, group["factor_dims"])
+        here = self.shards.local(p)
         if dims is None:
-            return {"step": self.no_steps(), "variance": torch.zeros_like(p)}
-        row, column = empty_factors(p, dims, p.dtype)
+            return {"step": self.no_steps(), "variance": torch.zeros_like(here)}
+        row, column = empty_factors(here, dims, p.dtype)
         return {"step": self.no_steps(), "row_var": row, "col_var": column}
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         lr, (eps1, eps2) = self.rate(group), group["eps"]
+        whole, p, grad = p, self.shards.local(p), self.shards.local(grad)
         form = self.weight_format(p, group)
         tiny = torch.finfo(p.dtype if form is None else precise(p)).eps if eps1 is None else eps1
         count = torch.as_tensor(self.count(state), dtype=torch.float64)
         weight = count ** group["beta2_decay"]
         pace = (count**-0.5).clamp(max=lr)
         pieces = self.slabs(p, group)
-        size = root_mean_square(lambda slab: read_weight(p, state, slab, form), pieces, p.numel())
+        size = self.root_mean_square(lambda slab: read_weight(p, state, slab, form), pieces, whole)
         scale = size.to(torch.float64).clamp(min=eps2) * pace
 
-        dims = factored(p.shape, group["factor_dims"])
+        dims = factored(whole.shape, group["factor_dims"])
         moment = [state["variance"]] if dims is None else [state["row_var"], state["col_var"]]
         for factor in moment:
             factor.mul_(1 - weight)
+        sums = self.sums(moment, dims)
         for slab in pieces:
-            add_mean(moment, self.gradient(grad, slab, group).square(), slab, dims, p.shape, weight)
-        scaled = kept(lambda slab: inverse_root(moment, slab, dims, tiny).mul_(
+            add_mean(sums, self.gradient(grad, slab, group).square(), slab, dims, whole.shape, weight)
+        self.complete(moment, sums, whole)
+        mean_row = self.row_mean(moment, dims, whole)
+        scaled = kept(lambda slab: inverse_root(moment, mean_row, slab, tiny).mul_(
             self.gradient(grad, slab, group)), pieces)
-        excess = root_mean_square(scaled, pieces, p.numel()).to(torch.float64) / group["d"]
+        excess = self.root_mean_square(scaled, pieces, whole).to(torch.float64) / group["d"]
         rate = scale / excess.clamp(min=1.0)
         for slab in pieces:
             self.descend(p, state, slab, group, scaled(slab).mul_(rate))
 
 
-def inverse_root(moment: list[Tensor], slab: Slab | None, dims: Dims | None,
+def inverse_root(moment: list[Tensor], mean_row: Tensor | None, slab: Slab | None,
                  tiny: float) -> Tensor:
     """1 / max(√V, ε₁) of one slab, V by its factors or whole."""
-    if dims is None:
+    if mean_row is None:
         variance = cut(moment[0], slab)
     else:
-        variance = row_share(moment[0], slab, dims, tiny) * cut(moment[1], slab)
+        variance = row_share(moment[0], mean_row, slab, tiny) * cut(moment[1], slab)
     return variance.clamp(min=tiny * tiny).rsqrt_()

@@ -45,21 +45,13 @@ from .low_bit import (
     write,
     write_weight,
 )
+from .settings import COMMON, FLAGS, check_common
+from .shards import WHOLE, Whole
 from .slabs import Slab, slabs
 
 Options = Mapping[str, Any]
 
-# How torch's classes can be told to run their update. Here it is always one tensor at a time.
-FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-COMMON = {"maximize": False, "skip_nonfinite": False, "max_norm": None, "state_bits": 32,
-          "weight_bits": None, "gradient_bits": 32, "rounding_seed": 0, **FLAGS}
 OF_WEIGHTS = 0x5A3C  # what a seed is changed by, so that weights and moments draw other numbers
-INSTEAD = {
-    "foreach": "leave it out: an update of all tensors at once keeps every gradient alive",
-    "fused": "leave it out: torch.compile fuses the update",
-    "capturable": "leave it out: torch.compile captures the step as it is",
-    "differentiable": "use the class of torch.optim to differentiate through a step",
-}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -103,6 +95,8 @@ class Optimizer(torch.optim.Optimizer):
     """It takes `gradient_bits`."""
     moments: ClassVar[Mapping[str, bool]] = {}
     """The states that `state_bits` is for, and whether they may be negative."""
+    shards: Whole = WHOLE
+    """What `memopt.shard_` has made of the parameters."""
 
     def __init__(self, params: Iterable, options: Mapping[str, Any], **defaults: Any) -> None:
         if unknown := options.keys() - COMMON.keys():
@@ -119,33 +113,13 @@ class Optimizer(torch.optim.Optimizer):
         """One step of `p` and its state, in place; `step` already counts it.
 
         An `elementwise` update gets slabs of all of these, and a gradient to descend along.
-        Another gets the whole, and takes `gradient` of it.
+        Another gets the whole, and takes `gradient` of it; if they are in `shards`, what is here.
         """
         raise NotImplementedError
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse settings that are out of range, of a new group or a loaded one."""
-        for flag in FLAGS:
-            if group.get(flag):
-                raise self.error(f"{flag}=True is not supported", INSTEAD[flag])
-        if group["state_bits"] not in (32, 16, 8, 4):
-            raise self.error(f"state_bits is {group['state_bits']}", "choose 32, 16, 8 or 4")
-        if group["weight_bits"] not in (None, 16, 24):
-            raise self.error(f"weight_bits is {group['weight_bits']}", "choose None, 16 or 24")
-        if group["gradient_bits"] not in (32, 8):
-            raise self.error(f"gradient_bits is {group['gradient_bits']}", "choose 32 or 8")
-        if group["gradient_bits"] != 32 and not self.keeps_gradients:
-            raise self.error("it has no gradients to keep in few bits", "leave gradient_bits out")
-        if not 0 <= group["rounding_seed"] < 2**32:
-            raise self.error(f"rounding_seed is {group['rounding_seed']}",
-                             "choose an integer from 0 to 2**32 - 1")
-        if group["max_norm"] is not None and not group["max_norm"] > 0:
-            raise self.error(f"max_norm is {group['max_norm']}", "choose a norm above 0, or None")
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise self.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
-        self.check_at_least(group, "lr", 0)
-        self.check_at_least(group, "weight_decay", 0)
+        check_common(self, group)
 
     def check_parameter(self, p: Tensor, group: Options) -> None:
         """Refuse a parameter that this algorithm cannot train with the group's settings."""
@@ -154,6 +128,10 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(p, LowPrecisionTensor) and not self.elementwise:
             raise self.error("it cannot train parameters in low precision",
                              "use SGD, Adam, AdamW or AdamA, or skip= in quantize_parameters_")
+
+    def by_rows(self, name: str, p: Tensor, group: Options) -> bool:
+        """Whether state `name` has the rows of `p`, so that shards of `p` go with shards of it."""
+        return True
 
     # ------------------------------------------------------------------ for their use
 
@@ -211,6 +189,7 @@ class Optimizer(torch.optim.Optimizer):
     def first_state(self, p: Tensor, group: Options) -> State:
         """`new_state`, with what random rounding and 24 bits need."""
         form, low = self.weight_format(p, group), isinstance(p, LowPrecisionTensor)
+        p = self.shards.local(p) if self.elementwise else p
         like = p if form is None and not low else torch.empty_like(p, dtype=precise(p))
         state = self.new_state(like, group)
         if low and group["gradient_bits"] != 32:
@@ -280,17 +259,17 @@ class Optimizer(torch.optim.Optimizer):
                                  "layer's gradient dense (nn.Embedding(sparse=False))")
             if not self.state[p]:
                 state = self.first_state(p, group)
-                self.state[p].update(compressed(state, self.formats(p, group)))
+                self.state[p].update(compressed(state, self.formats(self.shards.local(p), group)))
 
     def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         """One step, unless the gradient is not finite and the group minds."""
         if not group["skip_nonfinite"]:
             self._advance(p, grad, state, group)
         elif not torch.compiler.is_compiling():
-            if finite(grad):
+            if self.finite(grad, p):
                 self._advance(p, grad, state, group)
         else:  # a graph has no branch: it takes the old values back
-            tensors, keep = [p, *state.values()], finite(grad)
+            tensors, keep = [self.shards.local(p), *state.values()], self.finite(grad, p)
             before = [tensor.clone() for tensor in tensors]
             self._advance(p, grad, state, group)
             for tensor, old in zip(tensors, before):
@@ -300,16 +279,29 @@ class Optimizer(torch.optim.Optimizer):
         if "step" in state:
             state["step"].add_(1)
         if group["max_norm"] is not None:
-            grad = clipped(grad, group["max_norm"])
+            grad = self.clip(grad, p, group["max_norm"])
         if one_operator.applies(self, p, group):
             one_operator.apply(self, "_update_in_slabs", p, grad, state, group)
         else:
             (self._update_in_slabs if self.elementwise else self.update)(p, grad, state, group)
 
     def _update_in_slabs(self, p: Tensor, grad: Any, state: State, group: Options) -> None:
-        p, grad = self.in_blocks(group, p, grad)
+        p, grad = self.in_blocks(group, self.shards.local(p), self.shards.local(grad))
         self.in_slabs(p, state, group, lambda slab, part: self.move(p, state, slab, group, lambda weight:
                       self.update(weight, self.gradient(grad, slab, group), part, group)))
+
+    def finite(self, grad: Tensor, p: Tensor) -> Tensor:
+        """Whether no element of the gradient of `p` is NaN or infinite, on any rank."""
+        return self.shards.everywhere(finite(self.shards.local(grad)), p)
+
+    def clip(self, grad: Tensor, p: Tensor, limit: Any) -> Tensor:
+        """The gradient of `p`, made no longer than `limit` in place."""
+        if self.shards is WHOLE:
+            return clipped(grad, limit)
+        here = self.shards.local(grad)
+        square = torch.linalg.vector_norm(here, dtype=precise(here)) ** 2
+        here.mul_((limit / self.shards.total(square, p) ** 0.5).clamp(max=1.0))
+        return grad
 
     def in_slabs(self, p: Tensor, state: State, group: Options,
                  change: Callable[[Slab | None, State], None]) -> None:
@@ -355,9 +347,17 @@ class Optimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         for mine, group in zip(self.param_groups, packed["param_groups"]):
             for p, index in zip(mine["params"], group["params"]):
-                if index in packed["state"] and (formats := self.formats(p, mine)):
-                    packed["state"][index] = expanded(packed["state"][index], p, formats)
+                if index in packed["state"]:
+                    packed["state"][index] = self.saved_state(packed["state"][index], p, mine)
         return packed
+
+    def saved_state(self, state: State, p: Tensor, group: Options) -> State:
+        """The state of `p` in full precision and, of shards, as DTensors."""
+        here = self.shards.local(p)
+        if formats := self.formats(here, group):
+            state = expanded(state, here, formats)
+        return {name: self.shards.saved(value, p) if isinstance(value, Tensor) and self.by_rows(
+            name, p, group) else value for name, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`, from this class or torch's of the same name.
@@ -389,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
 def finite(grad: Tensor) -> Tensor:
     """Whether no element is NaN or infinite. The largest magnitude knows, and takes no memory."""
     if not grad.numel():
-        return torch.tensor(True)
+        return torch.ones((), dtype=torch.bool, device=grad.device)
     return torch.linalg.vector_norm(grad, float("inf")).isfinite()
 
 

@@ -33,7 +33,7 @@ from .accumulation import Accumulating
 from .base import Options, State
 from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
 from .low_bit import precise, read, write
-from .slabs import Slab, cut, kept, root_mean_square
+from .slabs import Slab, cut, kept
 
 
 class CAME(Accumulating, FactoredOptimizer):
@@ -85,18 +85,19 @@ class CAME(Accumulating, FactoredOptimizer):
                 "choose eps of at least 0 and a clip_threshold above 0")
 
     def new_state(self, p: Tensor, group: Options) -> State:
-        dims, kind = factored(p.shape, group["factor_dims"]), precise(p)
-        state = {"exp_avg": torch.zeros_like(p, dtype=kind)}
+        dims, kind, here = factored(p.shape, group["factor_dims"]), precise(p), self.shards.local(p)
+        state = {"exp_avg": torch.zeros_like(here, dtype=kind)}
         if dims is None:
-            return {**state, "exp_avg_sq": torch.zeros_like(p, dtype=kind)}
+            return {**state, "exp_avg_sq": torch.zeros_like(here, dtype=kind)}
         for name in ("exp_avg_sq", "exp_avg_res"):
-            state[f"{name}_row"], state[f"{name}_col"] = empty_factors(p, dims, kind)
+            state[f"{name}_row"], state[f"{name}_col"] = empty_factors(here, dims, kind)
         return state
 
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
         (eps1, eps2), n = group["eps"], group["micro_batches"]
         beta1, beta2, beta3 = (beta ** (1 / n) for beta in group["betas"])
         dims = factored(grad.shape, group["factor_dims"])
+        whole, grad = grad, self.shards.local(grad)
         pieces, formats, kind = self.slabs(grad, group), self.formats(grad, group), precise(grad)
 
         def gradient(slab: Slab | None) -> Tensor:  # √N·g
@@ -104,14 +105,18 @@ class CAME(Accumulating, FactoredOptimizer):
             return part * n**0.5 if n > 1 else part
 
         squares = moment(state, "exp_avg_sq", dims, beta2)
+        sums = self.sums(squares, dims)
         for slab in pieces:
-            add_mean(squares, gradient(slab) ** 2 + eps1, slab, dims, grad.shape, 1 - beta2)
+            add_mean(sums, gradient(slab) ** 2 + eps1, slab, dims, whole.shape, 1 - beta2)
+        self.complete(squares, sums, whole)
 
-        scaled = kept(lambda slab: inverse_root(squares, slab, dims).mul_(gradient(slab)), pieces)
-        rms = root_mean_square(scaled, pieces, grad.numel())  # of u/√N
+        mean_row = self.row_mean(squares, dims, whole)
+        scaled = kept(lambda slab: inverse_root(squares, mean_row, slab).mul_(gradient(slab)), pieces)
+        rms = self.root_mean_square(scaled, pieces, whole)  # of u/√N
         excess = (rms / group["clip_threshold"]).clamp(min=1.0) / n**0.5
 
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
+        sums = self.sums(residuals, dims)
         share = group["betas"][0] ** (2 - 2 / n) / n
         for slab in pieces:
             update, mean = scaled(slab).div_(excess), read(state, "exp_avg", grad, slab, formats)
@@ -120,16 +125,19 @@ class CAME(Accumulating, FactoredOptimizer):
                 square = update.sub_(mean).square_()
                 if n > 1:
                     square.mul_(share)
-                add_mean(residuals, square.add_(eps2), slab, dims, grad.shape, 1 - beta3)
+                add_mean(sums, square.add_(eps2), slab, dims, whole.shape, 1 - beta3)
             write(state, "exp_avg", mean, grad, slab, formats)
+        self.complete(residuals, sums, whole)
 
     def apply(self, p: Tensor, state: State, group: Options) -> None:
-        dims, formats = factored(p.shape, group["factor_dims"]), self.formats(p, group)
+        dims, whole, p = factored(p.shape, group["factor_dims"]), p, self.shards.local(p)
+        formats = self.formats(p, group)
         residuals = [] if dims is None else moment(state, "exp_avg_res", dims)
+        mean_row = self.row_mean(residuals, dims, whole)
         for slab in self.slabs(p, group):
             change = read(state, "exp_avg", p, slab, formats) * self.rate(group)
             if dims is not None:
-                change.mul_(inverse_root(residuals, slab, dims))
+                change.mul_(inverse_root(residuals, mean_row, slab))
             self.descend(p, state, slab, group, change)
 
 
@@ -139,8 +147,8 @@ def moment(state: State, name: str, dims: Dims | None, beta: float | None = None
     return [state[name] if beta is None else state[name].mul_(beta) for name in names]
 
 
-def inverse_root(factors: list[Tensor], slab: Slab | None, dims: Dims | None) -> Tensor:
+def inverse_root(factors: list[Tensor], mean_row: Tensor | None, slab: Slab | None) -> Tensor:
     """1/√ of one slab of an average: of R·C / mean(R), or of itself where it has no factors."""
-    if dims is None:
+    if mean_row is None:
         return cut(factors[0], slab).rsqrt()
-    return row_share(factors[0], slab, dims).rsqrt_() * cut(factors[1], slab).rsqrt()
+    return row_share(factors[0], mean_row, slab).rsqrt_() * cut(factors[1], slab).rsqrt()

@@ -11,14 +11,14 @@ own, or belong to the rows or columns as well (`Dims`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .base import Optimizer, Options, State
-from .slabs import Slab, cut
+from .slabs import Slab, cut, square_sum
 
 
 class FactoredOptimizer(Optimizer):
@@ -40,6 +40,42 @@ class FactoredOptimizer(Optimizer):
             raise self.error(
                 f"a parameter of shape {tuple(p.shape)} cannot be factored by {tuple(dims)}",
                 "choose two dimensions that it has, or give it a group of its own")
+
+    def by_rows(self, name: str, p: Tensor, group: Options) -> bool:
+        dims = factored(p.shape, group["factor_dims"])
+        gone = dims and (dims.columns if "row" in name else dims.rows if "col" in name else ())
+        return not gone or 0 not in gone
+
+    def crosses(self, gone: tuple[int, ...]) -> bool:
+        """Whether a mean over the dimensions `gone` is over the rows of several ranks."""
+        return self.shards.ranks > 1 and 0 in gone
+
+    def sums(self, factors: list[Tensor], dims: Dims | None) -> list[Tensor]:
+        """What `add_mean` shall add to: the factors, or zeros in place of those that `complete` adds up
+        over ranks."""
+        gone = [()] if dims is None else [dims.columns, dims.rows]
+        return [torch.zeros_like(factor) if self.crosses(of) else factor
+                for factor, of in zip(factors, gone)]
+
+    def complete(self, factors: list[Tensor], sums: list[Tensor], p: Tensor) -> None:
+        """Add `sums` to the factors."""
+        for factor, part in zip(factors, sums):
+            if part is not factor:
+                factor.add_(self.shards.total(part, p))
+
+    def row_mean(self, factors: list[Tensor], dims: Dims | None, p: Tensor) -> Tensor | None:
+        """mean(R), None where there is no R."""
+        if dims is None:
+            return None
+        if not self.crosses(dims.rows):
+            return factors[0].mean(dims.rows, keepdim=True)
+        count = math.prod([p.shape[d] for d in dims.rows])  # a list: Dynamo takes no generator
+        return self.shards.total(factors[0].sum(dims.rows, keepdim=True), p) / count
+
+    def root_mean_square(self, value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
+                         p: Tensor) -> Tensor:
+        """RMS, 0-dim, of a tensor of the shape of `p` that `value` makes a slab at a time."""
+        return self.shards.total(square_sum(value, pieces), p) ** 0.5 / p.numel()**0.5
 
     def descend(self, p: Tensor, state: State, slab: Slab | None, group: Options,
                 change: Tensor) -> None:
@@ -80,7 +116,7 @@ def factored(shape: Sequence[int], choice: Any) -> Dims | None:
 
 
 def empty_factors(p: Tensor, dims: Dims, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Zeros for R and C of a parameter, on its device."""
+    """Zeros for R and C of a parameter, or of some of its rows, on its device."""
     row, column = ([1 if d in gone else size for d, size in enumerate(p.shape)]
                    for gone in (dims.columns, dims.rows))
     return p.new_zeros(row, dtype=dtype), p.new_zeros(column, dtype=dtype)
@@ -101,9 +137,7 @@ def add_mean(factors: Sequence[Tensor], part: Tensor, slab: Slab | None, dims: D
         cut(factor, slab).add_(part.sum(gone, keepdim=True) * (weight / count))
 
 
-def row_share(row: Tensor, slab: Slab | None, dims: Dims, floor: float = 0.0) -> Tensor:
+def row_share(row: Tensor, mean: Tensor, slab: Slab | None, floor: float = 0.0) -> Tensor:
     """R / mean(R) of one slab, the mean no smaller than `floor`."""
-    part = cut(row, slab)
-    across = slab is not None and slab.dim in dims.rows  # then the mean is over all slabs
-    mean = (row if across else part).mean(dims.rows, keepdim=True)
-    return part / (mean.clamp(min=floor) if floor else mean)
+    mean = cut(mean, slab)
+    return cut(row, slab) / (mean.clamp(min=floor) if floor else mean)

@@ -22,7 +22,9 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
     for mine, group in zip(optimizer.param_groups, state_dict["param_groups"]):
         for p, index in zip(mine["params"], group["params"]):
             saved = state_dict["state"].get(index) or {}
-            saved = {name: value for name, value in saved.items() if value is not None}
+            saved = {name: optimizer.shards.loaded(value, p, optimizer.by_rows(name, p, mine))
+                     if isinstance(value, Tensor) else value
+                     for name, value in saved.items() if value is not None}
             if saved:
                 like = p.detach().to("meta")
                 yield group, p, saved, optimizer.first_state(like, {**optimizer.defaults, **group})
@@ -63,7 +65,7 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give every loaded tensor the type and the device that the state has in this optimizer."""
     for group, p, saved, new in saved_parameters(optimizer, state_dict):
-        formats = optimizer.formats(p, group)
+        formats = optimizer.formats(optimizer.shards.local(p), group)
         if CORRECTION in new:
             saved.setdefault(CORRECTION, torch.zeros(p.numel(), dtype=torch.int8))
         else:
@@ -84,6 +86,6 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 value = torch.tensor(float(value))
             device = p.device if like.device.type == "meta" else like.device
             loaded = optimizer.state[p].get(name)
-            if not isinstance(loaded, Tensor) or (
+            if not isinstance(loaded, Tensor) or optimizer.shards.ranks > 1 or (
                     loaded.dtype, loaded.device) != (like.dtype, device):
                 optimizer.state[p][name] = value.to(device, like.dtype)

@@ -71,10 +71,9 @@ def kept(value: Callable[[Slab | None], Tensor],
     return lambda slab: whole
 
 
-def root_mean_square(value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
-                     count: int) -> Tensor:
-    """RMS, 0-dim, of a tensor of `count` elements that `value` makes a slab at a time."""
+def square_sum(value: Callable[[Slab | None], Tensor], pieces: list[Slab | None]) -> Tensor:
+    """The sum of the squares, 0-dim, of a tensor that `value` makes a slab at a time."""
     square: Any = 0.0
     for slab in pieces:
         square = square + torch.linalg.vector_norm(value(slab)) ** 2
-    return square**0.5 / count**0.5
+    return square

@@ -9,11 +9,13 @@ from graphs import by_hand, gradient, seed
 from memopt_compile.collectives import is_collective
 from memopt_compile.errors import VerifyError
 from memopt_compile.liveness import timeline
+from memopt_compile.passes.bucket_collectives import BucketCollectives
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.cast_before_gather import CastBeforeGather
 from memopt_compile.passes.gather_again import GatherAgain
 from memopt_compile.passes.keep_parameters import KeepParameters
 from memopt_compile.passes.reduce_once import ReduceOnce
+from memopt_compile.passes.update_early import UpdateEarly
 from memopt_compile.step_graph import Phase, StepGraph, Window, op_name
 from memopt_compile.zero import _input
 
@@ -123,6 +125,7 @@ def kept(step: StepGraph) -> StepGraph:
 def test_whole_parameters_are_gathered_once_behind_their_update():
     step = kept(layered())
     before = timeline(step).transient_peak_bytes
+    UpdateEarly().run(step)
     KeepParameters().run(step)
     step.verify()
     assert KeepParameters().ensures(step) is None
@@ -134,6 +137,78 @@ def test_whole_parameters_are_gathered_once_behind_their_update():
 
 def test_nothing_to_keep():
     assert KeepParameters().requires(layered()) == "no parameter is kept whole"
+
+
+def biased(p, b, c, x):
+    """Two layers with biases, which are updated as soon as their gradients are there."""
+    w, v, u = gathered(p), gathered(b), gathered(c)
+    a = x @ w.t() + v
+    loss = (a * u).sum()
+    da = seed(loss) * u.expand_as(a)
+    c.copy_(c - gradient(scattered(a.sum(0))))
+    p.copy_(p - gradient(scattered(da.t() @ x)))
+    b.copy_(b - gradient(scattered(da.sum(0))))
+    return loss
+
+
+def with_biases():
+    step = by_hand(biased, ("p", torch.rand(4, 8)), ("p", torch.rand(4)), ("p", torch.rand(4)),
+                   ("x", torch.rand(2, 8)))
+    Canonicalize().run(step)
+    UpdateEarly().run(step)
+    step.verify()
+    return step
+
+
+def test_small_ones_travel_together():
+    step = with_biases()
+    assert len(calls(step)) == 6
+    BucketCollectives().run(step)
+    step.verify()
+    assert step.bucket_bytes == 8 * 8 * 4 // 4
+    assert calls(step) == [
+        "forward all_gather_into_tensor", "forward all_gather_into_tensor_coalesced",
+        "backward reduce_scatter_tensor", "backward reduce_scatter_tensor_coalesced"]
+
+
+@pytest.mark.parametrize(("cap", "count"), [(31, 6), (63, 6), (64, 4), (319, 4), (320, 2)])
+def test_no_bucket_is_above_its_cap(cap, count):
+    """A weight of 256 bytes, two biases of 32."""
+    step = with_biases()
+    BucketCollectives(cap).run(step)
+    step.verify()
+    assert len(calls(step)) == count
+    if count < 6:
+        step.bucket_bytes = 63
+        with pytest.raises(VerifyError, match="B at once, above 63"):
+            step.verify()
+
+
+def test_no_bucket_of_forward_and_backward():
+    step = with_biases()
+    BucketCollectives().run(step)
+    bucket = next(n for n in step.computing() if op_name(n) == "all_gather_into_tensor_coalesced")
+    step.phases[next(iter(next(iter(bucket.users)).users))] = Phase.BACKWARD
+    with pytest.raises(VerifyError, match="has parts of forward and of backward"):
+        step.verify()
+
+
+def test_an_update_between_two_keeps_them_apart():
+    """The second gradient needs the first one's sum over ranks."""
+    def chained(b, c, x):
+        loss = (x * 2).sum()
+        dy = seed(loss)
+        first = gradient(scattered(x * dy))
+        second = gradient(scattered(torch.cat([first, first]) * x))
+        b.copy_(b - first)
+        c.copy_(c - second)
+        return loss
+
+    step = by_hand(chained, ("p", torch.rand(4)), ("p", torch.rand(4)), ("x", torch.rand(8)))
+    Canonicalize().run(step)
+    BucketCollectives(1000).run(step)
+    step.verify()
+    assert len(calls(step)) == 2
 
 
 def two_parts(p, x):

@@ -1,11 +1,12 @@
 """Bytes that each rank holds between steps and during one, in every stage, of a GPT with AdamW.
 
     python tests/zero/bytes_a_rank.py --ranks 2
+    python tests/zero/bytes_a_rank.py --layers 4 --stages 1 2 --micro 4 [--adama]
 
 Prints a table: resident bytes measured beside the formulas of ZeRO's paper for float32, the peak of
 what a step adds in units of the parameters' bytes (predicted and measured, the least of some steps,
 since gloo's own thread may hold what it has sent a moment longer), and bytes communicated a rank in
-units of data parallel's, counted in the graph.
+units of data parallel's, counted in the graph, with the number of calls and of the tensors in them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "optim"), str(R
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from cases import calls, sent  # noqa: E402
 from models import GPT, GPTConfig  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile import records  # noqa: E402
-from memopt_compile.collectives import is_collective  # noqa: E402
-from memopt_compile.step_graph import nbytes, op_name  # noqa: E402
+from memopt_compile.collectives import is_collective, whole_bytes  # noqa: E402
+from memopt_compile.step_graph import op_name  # noqa: E402
 
 MEASURED = 5  # steps
 
@@ -39,12 +41,12 @@ def sent_bytes(record: records.Compilation, ranks: int) -> float:
     total = 0.0
     for node in record.step.computing():
         if is_collective(node):
-            given, result = nbytes(node.args[0].meta["val"]), nbytes(node.meta["val"])
-            total += max(given, result) * (2 if op_name(node) == "all_reduce" else 1) * (ranks - 1) / ranks
+            total += whole_bytes(node) * (2 if op_name(node) == "all_reduce" else 1) * (ranks - 1) / ranks
     return total
 
 
-def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width: int) -> dict:
+def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width: int, micro: int,
+             accumulate: str) -> dict:
     found = {}
     for stage in stages:
         torch._dynamo.reset()
@@ -57,8 +59,9 @@ def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width:
             memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
 
         def step(tokens, targets, model=model, opt=opt, stage=stage, name=name, c10d=c10d):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
+            for xs, ys in memopt.micro_batches(micro, tokens, targets):
+                loss = F.cross_entropy(model(xs).flatten(0, 1), ys.flatten()) / micro
+                loss.backward()
             if not stage:
                 for p in model.parameters():
                     p.grad = c10d.wait_tensor(c10d.all_reduce(p.grad, "avg", name))
@@ -66,8 +69,9 @@ def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width:
             opt.zero_grad()
             return loss
 
-        run = torch.compile(step, backend="memopt", options={"lowering": "eager", "zero": stage})
-        batch = torch.randint(96, (1, 8), generator=torch.Generator().manual_seed(rank))
+        run = torch.compile(step, backend="memopt", options={
+            "lowering": "eager", "zero": stage, "accumulate": accumulate})
+        batch = torch.randint(96, (micro, 8), generator=torch.Generator().manual_seed(rank))
         run(batch, batch)
         peaks = [memopt.measure(run, batch, batch, resident=(model, opt)) for _ in range(MEASURED)]
         record = records.compilations(step.__code__)[-1]
@@ -76,7 +80,8 @@ def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width:
             "parameters": whole, "resident": resident,
             "formula": {0: 3 * whole, 3: 3 * whole / ranks}.get(stage, whole + 2 * whole / ranks),
             "predicted": record.predicted_peak_bytes - record.after.resident_bytes,
-            "measured": min(m.transient_peak_bytes for m in peaks), "sent": sent_bytes(record, ranks)}
+            "measured": min(m.transient_peak_bytes for m in peaks), "sent": sent_bytes(record, ranks),
+            "calls": len(calls(record)), "tensors": len(sent(record))}
     return found
 
 
@@ -86,12 +91,15 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of one sample")
+    parser.add_argument("--adama", action="store_true", help="they add up in the optimizer's states")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = on_ranks(given.ranks, Path(folder), measured, given.ranks, tuple(given.stages),
-                           given.layers, given.width)
+                           given.layers, given.width, given.micro,
+                           "optimizer_states" if given.adama else "gradients")
     print("| ranks | stage | resident bytes | formula | difference | transient, predicted | measured "
-          "| communicated |\n|---|---|---|---|---|---|---|---|")
+          "| communicated | calls | tensors |\n|---|---|---|---|---|---|---|---|---|---|")
     for stage in given.stages:
         ranks = [r[stage] for r in results]
         row = max(ranks, key=lambda r: r["resident"])
@@ -99,7 +107,8 @@ def main() -> None:
         print(f"| {given.ranks} | {stage} | {row['resident']:,} | {row['formula']:,.0f} "
               f"| {row['resident'] / row['formula'] - 1:+.2%} "
               f"| {max(r['predicted'] for r in ranks) / unit:.3f} "
-              f"| {max(r['measured'] for r in ranks) / unit:.3f} | {row['sent'] / base:.2f} |")
+              f"| {max(r['measured'] for r in ranks) / unit:.3f} | {row['sent'] / base:.2f} "
+              f"| {row['calls']} | {row['tensors']} |")
 
 
 if __name__ == "__main__":

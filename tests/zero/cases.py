@@ -69,17 +69,20 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of(model: nn.Module, opt: torch.optim.Optimizer, micro: int = 1, clip: float | None = None,
-            reduce: Callable = lambda p: p.grad) -> Callable:
-    """An ordinary training step. `reduce` says what becomes of a gradient before it is used."""
+            reduce: Callable = lambda p: p.grad, fold: bool = False) -> Callable:
+    """An ordinary training step. `reduce` says what becomes of a gradient before it is used; with `fold`
+    the optimizer takes in that of each micro-batch."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         total = 0.0
         for xs, ys in memopt.micro_batches(micro, x, y):
             loss = F.cross_entropy(model(xs), ys) / micro
             loss.backward()
+            if fold:
+                opt.accumulate()
             total = total + loss.detach()
         for p in model.parameters():
-            if p.requires_grad:
+            if p.requires_grad and not fold:
                 p.grad = reduce(p)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -97,7 +100,8 @@ def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,
-            optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0, **how: Any) -> dict[str, Any]:
+            optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0,
+            accumulate: str = "gradients", **how: Any) -> dict[str, Any]:
     """Some steps in a stage of ZeRO, in stage 0 with an all-reduce of each gradient."""
     model = made(kind, dtype)
     opt = optimizer(model)
@@ -108,26 +112,29 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
         name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
         step = step_of(model, opt, **how, reduce=lambda p: c10d.wait_tensor(
             c10d.all_reduce(p.grad, "avg", name)))
-    run = torch.compile(step, backend="memopt", options={"zero": stage, "lowering": lowering})
+    run = torch.compile(step, backend="memopt", options={
+        "zero": stage, "lowering": lowering, "accumulate": accumulate})
     losses = [float(run(x, y)) for x, y in batches(rank, ranks, dtype)]
     parameters = whole(model)
     record = records.compilations(step.__code__)[-1]
     return {"losses": losses, "parameters": parameters, "kind": record.kind,
-            "reason": record.reason, "calls": calls(record),
+            "reason": record.reason, "calls": calls(record), "sent": sent(record),
             "predicted": record.predicted_peak_bytes,
             "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes
                          for x, y in batches(rank, ranks, dtype, measured)],
             "resident": memopt.measure(lambda: None, resident=(model, opt)).resident_bytes}
 
 
-def alone(kind: Callable, ranks: int, optimizer: Callable = adamw, **how: Any) -> dict[str, Any]:
-    """One process with the batches of all ranks, in float64 and eager."""
+def alone(kind: Callable, ranks: int, optimizer: Callable = adamw, micro: int = 1,
+          **how: Any) -> dict[str, Any]:
+    """One process with the batches of all ranks, in float64 and eager. Its micro-batches are those of all
+    ranks together."""
     model = made(kind, torch.float64)
-    step = step_of(model, optimizer(model), **how)
+    step = step_of(model, optimizer(model), micro, **how)
     losses = []
     for each in zip(*(batches(rank, ranks, torch.float64) for rank in range(ranks))):
-        xs, ys = zip(*each)
-        losses.append(float(step(torch.cat(xs), torch.cat(ys))))
+        losses.append(float(step(*(torch.cat([part for parts in zip(*(x.chunk(micro) for x in of))
+                                              for part in parts]) for of in zip(*each)))))
     return {"losses": losses, "parameters": whole(model)}
 
 
@@ -138,3 +145,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def calls(record: records.Compilation) -> list[str]:
     return [op_name(n) for n in record.step.computing() if is_collective(n)]
+
+
+def sent(record: records.Compilation) -> list[str]:
+    """The same for each tensor, whether it travels alone or in a bucket."""
+    return [op_name(n).removesuffix("_coalesced") for n in record.step.computing() if is_collective(n)
+            for _ in (n.args[0] if isinstance(n.args[0], list | tuple) else [n])]

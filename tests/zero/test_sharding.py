@@ -48,8 +48,6 @@ def refusals(rank, ranks):
         "the mesh has 2 dimensions": says(lambda: shard(mesh=init_device_mesh("cpu", (1, ranks)))),
         "the update of Adafactor is not known to be elementwise": says(
             lambda: shard(m := nn.Linear(4, 4), torch.optim.Adafactor(m.parameters()))),
-        "the update of AdamW keeps its state in formats": says(
-            lambda: shard(m := nn.Linear(4, 4), memopt.optim.AdamW(m.parameters()))),
         "weight is a DTensor with placements (Replicate(),)": says(lambda: shard(placed)),
         "weight is sharded already": says(lambda: shard(sharded)),
         "weight has a gradient": says(lambda: shard(with_gradient())),
@@ -87,8 +85,6 @@ def wrong_steps(rank, ranks):
         "memopt.shard_(model, opt, mesh, stage=3)": says(
             lambda: compiled(rank, ranks, 3, shard=False)[-1](*batch)),
         'options={"zero": 3}': says(lambda: compiled(rank, ranks, 3, asked=0)[-1](*batch)),
-        "accumulate='optimizer_states' with zero": says(lambda: compiled(
-            rank, ranks, 3, accumulate="optimizer_states")[-1](*batch)),
         "the collectives of the step of rank 1": says(
             lambda: compiled(rank, ranks, 3, micro=1 + rank)[-1](*batch)),
         "the budget is 1 B" if rank else "none: the smallest peak found": says(lambda: compiled(

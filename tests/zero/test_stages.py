@@ -83,11 +83,18 @@ def test_resident_bytes(four, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_collectives_of_a_mini_batch(pair, stage):
     """Seven parameters, one of them read twice; two micro-batches; the norm of all gradients."""
-    calls = pair[0]["clipped", stage]["calls"]
-    counts = {name: calls.count(name) for name in set(calls)}
+    sent = pair[0]["clipped", stage]["sent"]
+    counts = {name: sent.count(name) for name in set(sent)}
     again = 2  # of four weights: the first is not read by backward, the last is still there
     assert counts == {"all_reduce": 1, "reduce_scatter_tensor": 7 if stage == 1 else 2 * 7,
                       "all_gather_into_tensor": 7 if stage == 1 else 2 * (8 + again)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_biases_travel_together(four, stage):
+    """The weights of four layers go alone, the four biases at once, gathered and scattered."""
+    found = four[0]["even", stage]
+    assert len(found["calls"]) == len(found["sent"]) - 2 * 3
 
 
 def test_ranks_make_the_same_calls(pair, four):

@@ -1,0 +1,201 @@
+"""The optimizers of `memopt.optim` with their states in shards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_sharding import says
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import memopt_compile as memopt
+from memopt_compile import zero
+from memopt_compile.errors import OptionError
+from memopt_compile.optim import CAME, SGD, Adafactor, Adam, AdamA, AdamW
+from memopt_compile.options import Options
+
+DOUBLE, STEPS = torch.float64, 3
+
+
+class Few(nn.Module):
+    """Rows that two ranks do not divide, one row, no dimension; a matrix, a vector and a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(5, 3, 2) / 3)
+        self.bias, self.scale = nn.Parameter(torch.randn(5)), nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x):
+        hidden = F.gelu(x @ self.kernel.flatten(1).t() + self.bias) * self.scale
+        return F.pad(hidden @ self.last.t(), [0, 2]) + hidden[:, :3]
+
+
+class Wide(nn.Module):
+    """Parameters of whole blocks of 8 and of 4 bits on each of two ranks, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 64), nn.Linear(64, 128, bias=False)
+        self.third = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.third(F.gelu(self.second(F.gelu(self.first(x)))))
+
+
+def few_bits(model):
+    bits = {"second.weight": 8, "third.weight": 4}
+    return Adam([{"params": [p], "state_bits": bits.get(name, 32)} for name, p in
+                 model.named_parameters()], lr=0.02, amsgrad=True, weight_decay=0.1, skip_nonfinite=True)
+
+
+def of(kind, *given, **settings):
+    return partial(_make, kind, given, settings)
+
+
+def _make(kind, given, settings, model):
+    return kind(model.parameters(), *given, **settings)
+
+
+# Each in eager, the last four captured too.
+KINDS = {
+    "sgd": (of(SGD, 0.1, momentum=0.9, dampening=0.1, maximize=True), {}),
+    "clipped": (of(AdamW, 0.02, max_norm=0.05, skip_nonfinite=True), {}),
+    "came, rows first": (of(CAME, 0.02, factor_dims="auto", weight_decay=0.1), {}),
+    "came, rows last": (of(CAME, 0.02, factor_dims=(1, 0)), {}),
+    "adafactor, first two": (of(Adafactor, factor_dims=(0, 1), weight_decay=0.1), {}),
+    "came in parts": (of(CAME, 0.02, factor_dims=(0, 1), micro_batches=2), {"micro": 2, "fold": True}),
+    "came": (of(CAME, 0.02), {}),
+    "adafactor": (of(Adafactor, factor_dims=(-1, 0)), {}),
+    "adama": (of(AdamA, 0.02, weight_decay=0.1, max_norm=0.05), {"micro": 2, "fold": True}),
+    "option": (of(torch.optim.AdamW, 0.02), {"micro": 4, "accumulate": "optimizer_states"}),
+}
+CAPTURED = {"came": 3, "adafactor": 1, "adama": 1, "option": 2}  # and in which stage
+
+
+def in_eager(rank, ranks, optimizer, micro=1, fold=False):
+    model = cases.made(Few, DOUBLE)
+    opt = optimizer(model)
+    memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=3)
+    step = cases.step_of(model, opt, micro, fold=fold)
+    return [float(step(x, y)) for x, y in cases.batches(rank, ranks, DOUBLE, STEPS)], cases.whole(model)
+
+
+def moved(rank, ranks):
+    """Trained in one process, sharded with its states, saved in stage 2, loaded in stage 3 with other bits."""
+    batches = list(cases.batches(rank, ranks, torch.float32, 4))
+    whole = [torch.cat(each) for each in zip(*(next(iter(cases.batches(r, ranks, torch.float32))) for r in (0, 1)))]
+    model = cases.made(Wide, torch.float32)
+    opt = few_bits(model)
+    cases.step_of(model, opt)(*whole)
+    memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=2)
+    step = cases.step_of(model, opt)
+    step(*batches[1])
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, opt)))
+    again = cases.made(Wide, torch.float32)
+    other = few_bits(again)
+    memopt.shard_(again, other, init_device_mesh("cpu", (ranks,)), stage=3)
+    state = opt.state_dict()
+    other.load_state_dict(state)
+    same = all(torch.equal(a[name], b[name]) for a, b in zip(opt.state.values(), other.state.values())
+               for name in a)
+    return same, saved["optimizer"]["state"]["second.weight"]["exp_avg"].full_tensor(), len(other.state)
+
+
+def refusals(rank, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def shard(kind, **settings):
+        model = nn.Linear(4, 4)
+        memopt.shard_(model, kind(model.parameters(), **settings), mesh)
+
+    return {
+        "state_bits=16 of AdamW rounds each element": says(lambda: shard(AdamW, state_bits=16)),
+        "weight_bits=24 of SGD": says(lambda: shard(SGD, weight_bits=24)),
+        "AdamA sums up its states over a process group": says(
+            lambda: shard(AdamA, process_group=mesh.get_group())),
+    }
+
+
+def everything(rank, ranks):
+    found = {("few bits", stage): cases.trained(rank, ranks, stage, Wide, optimizer=few_bits)
+             for stage in (0, 1, 3)}
+    for name, (optimizer, how) in KINDS.items():
+        if "accumulate" not in how:
+            found[name] = in_eager(rank, ranks, optimizer, **how)
+        if name in CAPTURED:
+            found[name, "captured"] = cases.trained(rank, ranks, CAPTURED[name], Few, DOUBLE, optimizer, **how)
+    return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return on_ranks(2, tmp_path_factory.mktemp("ranks"), everything, 2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_is_one_process_on_the_whole_batch(pair, name):
+    optimizer, how = KINDS[name]
+    if name == "option":
+        optimizer, how = of(AdamA, 0.02, weight_decay=0.01), {"micro": 4, "fold": True}
+    expected = cases.alone(Few, 2, optimizer, **how)
+    for rank in pair:
+        for found in (rank[key] for key in (name, (name, "captured")) if key in rank):
+            parameters = found["parameters"] if isinstance(found, dict) else found[1]
+            for key, value in expected["parameters"].items():
+                assert float((parameters[key] - value).abs().max()) <= 1e-11
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_elementwise_ones_are_data_parallel_bit_for_bit(pair, stage):
+    """In few bits too, where the blocks of a rank are blocks of the whole."""
+    for rank in pair:
+        found, plain = rank["few bits", stage], rank["few bits", 0]
+        assert found["losses"] == plain["losses"]
+        assert all(torch.equal(value, plain["parameters"][n]) for n, value in found["parameters"].items())
+
+
+def test_steps_are_captured_whole(pair):
+    for rank in pair:
+        assert {(r["kind"], r["reason"]) for r in rank.values() if "kind" in r} == {("step", None)}
+
+
+def test_updates_communicate_where_their_gradient_is_scattered(pair):
+    """Not behind the whole backward. Five sums for the matrix `last`, one for a vector, and for a batch of
+    matrices, whose means are of one row each; and the gradient of the scale."""
+    calls = pair[0]["came", "captured"]["calls"]
+    assert calls.count("all_reduce") == 5 + 1 + 1 + 1
+    scatters = [i for i, name in enumerate(calls) if name.startswith("reduce_scatter")]
+    assert any(scatters[0] < i < scatters[-1] for i, name in enumerate(calls) if name == "all_reduce")
+
+
+def test_states_are_of_the_rows(pair):
+    """Few: 30 + 5 + 1 + 5 elements, of which rank 0 has 3 · 6, 3, 1 and 5, and rank 1 2 · 6, 2, 1 and none."""
+    for rank, rows in zip(pair, (27, 15)):
+        steps, parameters = 4, rows
+        assert rank["adama", "captured"]["resident"] == 8 * (30 + 5 + 1 + 5 + 2 * parameters) + 4 * steps
+
+
+def test_states_go_with_the_model_and_to_other_stages(pair):
+    for same, whole, states in (rank["moved"] for rank in pair):
+        assert same and whole.shape == (128, 64) and states == 4
+    assert torch.equal(pair[0]["moved"][1], pair[1]["moved"][1])
+
+
+def test_refuses_by_name(pair):
+    for rank in pair:
+        for words, (_, text) in rank["refusals"].items():
+            assert words in text
+
+
+def test_refuses_to_clip_by_a_part():
+    opt = AdamW([nn.Parameter(torch.ones(3))], max_norm=1.0)
+    options = Options(zero=3, accumulate="optimizer_states")
+    with pytest.raises(OptionError, match="would clip by the norm of this rank's rows"):
+        zero.check(options, (), [opt], "here")
