@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ..collectives import is_collective
 from ..errors import RankError
+from . import planned
 
 
 def sequence(graph: fx.Graph) -> list[str]:
@@ -39,16 +40,16 @@ def _described(value: Any) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else str(value)
 
 
-def compare(mine: Sequence[str], group: Any, what: str, where: str, do: str) -> None:
-    """Every rank of `group` comes here with its lines.
+def compare(mine: Sequence[str], mesh: Any, what: str, where: str, do: str) -> None:
+    """Every rank of `mesh` comes here with its lines.
 
     Raises:
         RankError: they are not the same on all ranks. All raise it, and name the first difference.
     """
     short = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(exchange(short, group))) == 1:
+    if len(set(exchange(short, mesh))) == 1:
         return
-    found = exchange(list(mine), group)
+    found = exchange(list(mine), mesh)
     for rank, lines in enumerate(found):
         if lines != found[0]:
             at = next((i for i, (a, b) in enumerate(zip(lines, found[0])) if a != b),
@@ -59,8 +60,12 @@ def compare(mine: Sequence[str], group: Any, what: str, where: str, do: str) -> 
                             f"{here} there, and {first} on rank 0", where=where, do=do)
 
 
-def exchange(value: Any, group: Any) -> list[Any]:
-    """What all ranks of the group give, by rank."""
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, value, group=group)
+def exchange(value: Any, mesh: Any) -> list[Any]:
+    """What all ranks of the mesh give, in its order: along its last dimension first."""
+    found = [value]
+    for dim in reversed(range(mesh.ndim)):
+        gathered: list[Any] = [found] * mesh.size(dim)
+        if not planned.active():
+            torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
+        found = [each for part in gathered for each in part]
     return found

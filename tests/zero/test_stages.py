@@ -17,8 +17,12 @@ def of_two(rank, ranks):
 
 
 def of_four(rank, ranks):
-    return {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
-            for stage in (0, 2, 3)}
+    found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
+             for stage in (0, 2, 3)}
+    for stage in (1, 3):  # two replicas, each of two ranks
+        found["replicas", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64, cases.adamw,
+                                                 replicas=2, micro=2, clip=0.5)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,26 @@ def test_is_one_process_on_the_whole_batch(pair, stage):
     for rank in pair:
         for name, value in expected["parameters"].items():
             assert float((rank["clipped", stage]["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_of_a_shared_model_are_one_process(four, stage):
+    """Clipped by the norm of all gradients, so that ranks with other rows have to agree on it."""
+    expected = cases.alone(cases.Tied, 4, clip=0.5)
+    losses = torch.tensor([rank["replicas", stage]["losses"] for rank in four], dtype=torch.float64)
+    assert float((losses.mean(0) - torch.tensor(expected["losses"], dtype=torch.float64)).abs().max()) <= 1e-12
+    for rank in four:
+        assert same_bits(rank["replicas", stage]["parameters"], four[0]["replicas", stage]["parameters"])
+        for name, value in expected["parameters"].items():
+            assert float((rank["replicas", stage]["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_all_reduce_what_has_been_scattered(four, stage):
+    """In stage 1 once a mini-batch; and one all-reduce is that of the norm."""
+    calls = four[0]["replicas", stage]["calls"]
+    assert calls.count("all_reduce") == calls.count("reduce_scatter_tensor") + 1
+    assert calls.count("reduce_scatter_tensor") == (7 if stage == 1 else 14)
 
 
 def test_steps_are_captured_whole(pair, four):
