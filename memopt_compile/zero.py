@@ -112,7 +112,7 @@ def together(lower: Callable[[], Callable], record: Compilation, storages: list[
         with contextlib.suppress(RankError):
             compare([f"none: {error.what}"])
         raise
-    lines = agreement.sequence(record.step.graph)
+    lines = agreement.sequence(record.step.graph, mesh)
     if lines not in known:
         compare(lines)
         known.append(lines)

@@ -19,25 +19,29 @@ from ..errors import RankError
 from . import planned
 
 
-def sequence(graph: fx.Graph) -> list[str]:
+def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     """The collectives of a graph in their order: operator, operands, numbers, and which group.
 
-    Groups have other names on other ranks; here they are counted as they come.
+    Groups have other names on other ranks; here they are counted as they come. Replicas send each other
+    rows, of which the ranks that share a model may have other numbers: those are left out.
     """
+    replicas = mesh.get_group(0).group_name if mesh.ndim == 2 else None
     groups: dict[Any, int] = {}
     lines = []
     for node in filter(is_collective, graph.nodes):
         *given, group = node.args
-        values = [_described(value) for value in given]
+        values = [_described(value, group == replicas) for value in given]
         lines.append(f"{node.target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
     return lines
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, rows: bool) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(_described(each, rows) for each in value)}]"
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else str(value)
+    if not isinstance(tensor, Tensor):
+        return str(value)
+    return f"{tensor.dtype}{['rows', *tensor.shape[1:]] if rows and tensor.dim() else [*tensor.shape]}"
 
 
 def compare(mine: Sequence[str], mesh: Any, what: str, where: str, do: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,8 +51,29 @@ def planned_ranks(count: int, device_type: str = "cpu") -> Iterator[Any]:
     _active = True
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh(device_type, (count,))
-        with compat_trace.fake_tensors():
+        with compat_trace.fake_tensors(), _meshes_have_values():
             yield mesh
     finally:
         _active = False
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _meshes_have_values() -> Iterator[None]:
+    """A mesh reads from a tensor which ranks are in it; `init_device_mesh` makes that of all in order."""
+    kind = torch.distributed.device_mesh.DeviceMesh
+
+    def real(method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with compat_trace.real_tensors():
+                ranks = kwargs.get("_rank_map")
+                if ranks is not None and compat_trace.is_fake(ranks):
+                    kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
+                return method(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("__init__", "__getitem__"):
+            stack.enter_context(mock.patch.object(kind, name, real(getattr(kind, name))))
+        yield

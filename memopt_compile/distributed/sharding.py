@@ -51,6 +51,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     """
     check(model, opt, mesh, stage)
     shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
+    reading = functools.cache(functools.partial(_reading, replicas=replicas))
     made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
     for path, module in model.named_modules():
         given = dict(module._parameters)  # as the optimizer has them
@@ -68,7 +69,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
             names.append(name)
         del given
         if names:
-            module.__class__ = _reading(type(module), tuple(names), replicas)
+            module.__class__ = reading(type(module), tuple(names))
 
 
 def _materialize(module: nn.Module, mesh: Any) -> None:
@@ -128,7 +129,6 @@ def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter, replicas:
             for name, value in opt.state.pop(p).items()}
 
 
-@functools.cache
 def _reading(kind: type[nn.Module], names: tuple[str, ...], replicas: Any) -> type[nn.Module]:
     """A subclass of a module's class that gathers these parameters when they are read."""
     return type(kind.__name__, (kind,), {
