@@ -73,11 +73,9 @@ def loaded(rank, ranks, folder):
     """In stages 3 and 1, on ranks whose number divides no parameter."""
     found = []
     for stage in (3, 1):
-        model, opt, _, run = compiled(rank, ranks, stage)
+        model, opt, _, _ = compiled(rank, ranks, stage)
         load(model, opt, folder)
         found.append((cases.whole(model), state_of(model, opt)))
-        run(*next(cases.batches(rank, ranks, DOUBLE)))
-        found.append(cases.whole(model))
     return found
 
 
@@ -85,10 +83,8 @@ def test_the_checkpoint_before_is_whole_and_loads_on_three_ranks(folder, tmp_pat
     assert (folder / "first" / ".metadata").exists()
     assert not (folder / "second" / ".metadata").exists()
     first, second = (torch.load(folder / f"saved {rank}") for rank in (0, 1))
-    for rank in on_ranks(3, tmp_path, loaded, 3, Path(folder / "first")):
-        in_3, trained_3, in_1, trained_1 = rank
+    for in_3, in_1 in on_ranks(3, tmp_path, loaded, 3, Path(folder / "first")):
         for kind in (0, 1):
             for found in (second[kind], in_3[kind], in_1[kind]):
                 assert found.keys() == first[kind].keys()
                 assert all(torch.equal(found[name], value) for name, value in first[kind].items())
-        assert all(float((trained_1[n] - value).abs().max()) <= 1e-11 for n, value in trained_3.items())
