@@ -62,8 +62,8 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
                 continue
             if p not in made:
                 path_of_p = f"{path}.{name}" if path else name
-                value = _of_the_first(module._parameters[name].detach(), replicas)
-                made[p] = _sharded(value, p.requires_grad, path_of_p, shard, mesh, stage)
+                made[p] = _sharded(_of_the_first(module._parameters[name].detach(), replicas),
+                                   p.requires_grad, path_of_p, shard, mesh, stage)
                 _replace(opt, p, made[p], replicas)
             module._parameters[name] = made[p]
             names.append(name)
