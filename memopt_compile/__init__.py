@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import optim
     from .api import compile, explain, micro_batches, report
+    from .distributed.planned import planned_ranks
     from .distributed.sharding import shard_
     from .errors import (
         CaptureError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         RankError,
         VerifyError,
     )
+    from .layered import explain_layers
     from .low_precision import dequantize_parameters_, quantize_parameters_
     from .measure import measure
     from .options import Options
@@ -46,7 +48,9 @@ _HOME = {
     "Options": "options",
     "measure": "measure",
     "draw": "timeline",
+    "explain_layers": "layered",
     "shard_": "distributed.sharding",
+    "planned_ranks": "distributed.planned",
 }
 _PACKAGES = ("optim",)
 __all__ = sorted([*_HOME, *_PACKAGES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import os
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 
 from .bench import TITLES, answer, compare
+from .distributed.planned import planned_ranks
 from .errors import MemoptError, OptionError
 from .fitting import fit
+from .layered import explain_layers
 from .options import Options
 from .report import explain
 
@@ -48,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
                          "and the report to a new numbered folder in FOLDER")
     command.add_argument("--svg", metavar="FILE", help="draw predicted memory before and after the "
                          "passes")
+    command.add_argument("--ranks", metavar="N", type=int, help="plan what each of N ranks would run, "
+                         "without their memory: the function runs as on the first of them")
+    command.add_argument("--layers", metavar="N", type=int, help="plan N equal layers without tracing them "
+                         "all: the function is called with numbers of layers")
 
     command = _command(commands, "fit", _fit, "find the largest batch with which a step fits a "
                        "number of bytes, without running it")
@@ -77,8 +84,16 @@ def _explain(parsed: argparse.Namespace) -> int:
     options = dict(parsed.option)
     if parsed.dump is not None:
         options["dump"] = parsed.dump
-    step, args = _load(parsed.target)
-    report = explain(step, *args, **options)
+    if parsed.layers is not None and parsed.svg is not None:
+        raise OptionError("there is no picture of layers that are not traced", where="--svg, --layers",
+                          do="leave one of them out")
+    with planned_ranks(parsed.ranks) if parsed.ranks is not None else contextlib.nullcontext():
+        make = _function(parsed.target)
+        if parsed.layers is None:
+            step, args = _made(make)
+            report: Any = explain(step, *args, **options)
+        else:
+            report = explain_layers(partial(_made, make), parsed.layers, **options)
     print(report, end="")
     if parsed.svg is not None:
         try:
@@ -124,6 +139,10 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _load(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The step and its arguments that `script.py:function` makes."""
+    return _made(_function(target))
+
+
+def _function(target: str) -> Callable[..., Any]:
     file, colon, name = target.rpartition(":")
     path = Path(file)
     if not colon or not name.isidentifier():
@@ -144,10 +163,14 @@ def _load(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
                      if callable(value) and getattr(value, "__module__", "") == module.__name__]
         raise OptionError(f"{file!r} has no function {name!r}", where=target,
                           do=f"choose from {', '.join(functions) or 'functions that you add'}")
-    made = make()
+    return make
+
+
+def _made(make: Callable[..., Any], *layers: int) -> tuple[Callable[..., Any], Sequence[Any]]:
+    made = make(*layers)
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])
             and isinstance(made[1], tuple | list)):
-        raise OptionError(f"{name} returned no (step, args)", where=target,
+        raise OptionError("the function returned no (step, args)", where=getattr(make, "__qualname__", make),
                           do="return the step and a tuple of its arguments: return step, (x, y)")
     return made[0], made[1]
 

@@ -1,5 +1,5 @@
 """Private torch parts around tracing and reports: what is traced whole, the structured log, the
-profiler's state, Dynamo's first frame.
+profiler's state, Dynamo's first frame, ranks and tensors that are not there.
 
 Beside `compat`, which is about capture. Checked against torch 2.11 and 2.13.
 """
@@ -15,6 +15,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
 from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verification`)
 
 
@@ -103,3 +104,24 @@ def real_tensors() -> Iterator[None]:
 
     with _disable_current_modes(), mock.patch.object(torch.compiler, "_is_compiling_flag", False):
         yield
+
+
+def fake_tensors() -> Any:
+    """A scope in which new tensors have shapes and no bytes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def start_fake_group(count: int) -> None:
+    """A default process group of `count` ranks that sends nothing, with this process as the first."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+
+
+def default_store() -> Any:
+    """The key-value store by which the ranks of this process's group have found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat_trace import hinted, pytree, real_tensors
+from .distributed import planned
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
 from .quantization.operators import few_slabs
@@ -38,9 +39,11 @@ _known: dict[Any, int] = {}
 def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     """For each node of `step`, the bytes that it holds while it runs beyond its result.
 
-    Only for steps on the CPU, where running an operator needs nothing but memory; elsewhere
-    every operator is taken to need none.
+    Only for steps on the CPU, where running an operator needs nothing but memory; elsewhere, and in
+    a plan for ranks that are not there, every operator is taken to need none.
     """
+    if planned.active():
+        return no_workspace
     tensors = [v for n in step.graph.nodes for v in pytree.tree_leaves(n.meta.get("val"))
                if isinstance(v, Tensor)]
     if any(t.device.type != "cpu" for t in tensors):

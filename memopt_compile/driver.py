@@ -196,7 +196,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
         run_regions_once(gm)
         return gm.forward
-    run = zero.in_agreement(run, wholes) if wholes else run
+    run = zero.together_with_others(run, storages, wholes, notes.where) if storages else run
     if record.options.verify:
         run = verifying(run, gm, record)
     stale = [i for i, (label, _, _) in enumerate(origin)

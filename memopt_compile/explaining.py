@@ -68,6 +68,7 @@ def planned(step: Callable[..., Any], args: Sequence[Any], options: dict[str, An
                            do="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE")
     signal, failure = _Planned(), None
     with (planning(captured_only) as records, _optimizers_restored(), torch.compiler.set_stance("default"),
+          compat_trace.real_tensors(),  # torch traces with fake ones of its own, inside `planned_ranks` too
           compat_trace.raising_after_first_frame(signal)):
         try:
             compiled(*args)

@@ -72,13 +72,14 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Whole parameters stay, and are gathered behind their update, or they come and go.
         (options.zero in (1, 2), KeepParameters),
         (options.zero == 3, CastBeforeGather),
-        (options.zero == 3, GatherAgain),
-        # Small ones travel together, at most a part of the largest at a time.
-        (options.zero > 0, BucketCollectives),
         # What the user checkpoints is computed again. (Dropout by PyTorch's own operator can run again
         # once its mask is drawn apart.)
         (eager, ReplayDropout),
         (True, HonourCheckpoints),
+        # Backward gathers parameters for itself, also for what it computes again.
+        (options.zero == 3, GatherAgain),
+        # Small collectives travel together, at most a part of the largest at a time.
+        (options.zero > 0, BucketCollectives),
         # AdamA, if asked for: a gradient goes into Adam's moments where it is made, not in a sum.
         (options.accumulate == "optimizer_states", AccumulateInStates),
         # A state that several gradients enter is written after each, which then dies.

@@ -8,16 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+from torch import fx
 
 from . import timeline as drawing
 from .adaptation import Replan
+from .collectives import is_collective
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
 from .model_memory import ModelMemory, input_bytes, model_memory
 from .options import format_bytes
 from .shadow import GradientError
-from .step_graph import Phase, StepGraph, describe, short_names, source_line, storage_roots
+from .step_graph import (
+    Phase,
+    StepGraph,
+    describe,
+    op_name,
+    short_names,
+    source_line,
+    storage_roots,
+)
 from .step_pass import PassRecord
 from .structure import repeats
 
@@ -37,7 +47,8 @@ class LiveTensor:
     """A tensor that the step allocates and that is alive at the peak of its schedule.
 
     `name` is the node's as in `StepGraph.text`, `role` is "activation" (from forward), "gradient"
-    (of a parameter, whole) or "temporary"; `line` is the user's source line that made it.
+    (of a parameter, whole or this rank's part), "gathered" (what an all-gather brought from other ranks)
+    or "temporary"; `line` is the user's source line that made it.
     """
 
     bytes: int
@@ -137,6 +148,14 @@ class Report:
             taken_back=record.taken_back,
             history=tuple(record.history),
         )
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the peak of the schedule: the inputs by role, and what is alive beyond."""
+        found = dict(self.inputs)
+        for each in self.largest:
+            found[each.role] = found.get(each.role, 0) + each.bytes
+        return found
 
     @property
     def error_percent(self) -> float | None:
@@ -252,7 +271,9 @@ def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
     """What `step` has allocated and not yet freed at the peak of `timeline`, largest first."""
     life, roots = lifetimes(step.graph), storage_roots(step.graph)
     names = short_names(step)
-    gradients = {root for node in step.gradients for root in roots[node]}
+    scattered = [n for n in step.computing() if is_collective(n) and op_name(n).startswith("reduce_scatter")]
+    gradients = {root for node in (*step.gradients, *scattered, *(n.args[0] for n in scattered))
+                 for root in roots[node]}
     order = [point.node for point in timeline.points]
     sizes = [point.live_bytes for point in timeline.points]
     at = sizes.index(max(sizes)) if sizes else -1
@@ -260,15 +281,17 @@ def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
     alive = [node for node in order[: at + 1] if node in needed and life.size.get(node)]
     found = [
         LiveTensor(life.size[node], names[node], describe(node), step.phase(node).value,
-                   _role(node in gradients, step.phase(node)), source_line(node))
+                   _role(node, gradients, step.phase(node)), source_line(node))
         for node in alive
     ]
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def _role(gradient: bool, phase: Phase) -> str:
-    if gradient:
+def _role(node: fx.Node, gradients: set[fx.Node], phase: Phase) -> str:
+    if node in gradients:
         return "gradient"
+    if is_collective(node) and op_name(node).startswith("all_gather"):
+        return "gathered"
     return "activation" if phase is Phase.FORWARD else "temporary"
 
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, compat_trace
 from .distributed import agreement
+from .distributed.lost import naming_the_lost
 from .distributed.storage import Storage, note, refresh, storage_of
 from .errors import MemoptError, OptionError, RankError
 from .options import Options
@@ -100,11 +101,11 @@ def together(lower: Callable[[], Callable], record: Compilation, storages: list[
     """
     if not storages:
         return lower()
-    group, known = storages[0].mesh.get_group(), _agreed.setdefault(frame, [])
+    mesh, known = storages[0].all_ranks, _agreed.setdefault(frame, [])
 
     def compare(lines: list[str]) -> None:
         with compat_trace.real_tensors():  # torch is tracing
-            agreement.compare(lines, group, "the collectives of the step", record.where,
+            agreement.compare(lines, mesh, "the collectives of the step", record.where,
                               "compile the same step, with the same options, on every rank")
 
     try:
@@ -113,7 +114,7 @@ def together(lower: Callable[[], Callable], record: Compilation, storages: list[
         with contextlib.suppress(RankError):
             compare([f"none: {error.what}"])
         raise
-    lines = agreement.sequence(record.step.graph)
+    lines = agreement.sequence(record.step.graph, mesh)
     if lines not in known:
         compare(lines)
         known.append(lines)
@@ -131,13 +132,15 @@ def with_wholes(run: Callable[[list], Any], storages: list[Storage]) -> Callable
     return torch.compiler.disable(run_with_wholes)
 
 
-def in_agreement(run: Callable, storages: list[Storage]) -> Callable:
-    """`run`, the step as it is called, with whole parameters that agree with the rows of all ranks."""
+def together_with_others(run: Callable, storages: list[Storage], wholes: list[Storage],
+                         where: str) -> Callable:
+    """`run`, the step as it is called, with whole parameters that agree with the rows of all ranks, and
+    an error that names the rank that is gone if one is."""
 
     def run_in_agreement(*inputs: Any) -> Any:
-        refresh(storages)
+        refresh(wholes)
         results = run(*inputs)
-        note(storages)
+        note(wholes)
         return results
 
-    return run_in_agreement
+    return naming_the_lost(run_in_agreement, storages[0].all_ranks, where)

@@ -16,6 +16,7 @@ Memory: the region's values die in forward. Numbers: bit for bit.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from torch import fx
 
 from memopt_compile.recomputing import checkpointed, parts, recompute
 from memopt_compile.rematerialization import problem
-from memopt_compile.step_graph import Phase, StepGraph
+from memopt_compile.step_graph import Phase, StepGraph, aliased_args
 from memopt_compile.step_pass import StepPass
 
 
@@ -42,6 +43,13 @@ class HonourCheckpoints(StepPass):
 
 def is_output(step: StepGraph, node: fx.Node) -> bool:
     """Whether forward reads `node`, an item or a view of it outside its region (rule 2)."""
-    return any(step.phase(user) is Phase.FORWARD
-               and user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id")
-               for each in parts(step, {node}) for user in each.users if user.op != "output")
+    found = [node]
+    for each in found:  # which grows
+        for user in each.users:
+            if user.op == "output" or step.phase(user) is not Phase.FORWARD:
+                continue
+            if user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id"):
+                return True
+            if user.target is operator.getitem or each in aliased_args(user):
+                found.append(user)
+    return False

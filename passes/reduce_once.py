@@ -5,7 +5,8 @@ Each part was captured with a reduce-scatter of its own.
 
 1. A sum of two parts of one backward becomes the reduce-scatter of their sum.
 2. So does, with `across`, a sum over micro-batches (ZeRO 1: once a mini-batch).
-3. The parts have to go to the same group with the same reduction, and nothing else may read them.
+3. The parts have to go to the same groups with the same reductions, and nothing else may read them.
+   With replicas of the model an all-reduce over those follows the reduce-scatter.
 
 Before:  a = wait(reduce_scatter(g)); b = wait(reduce_scatter(h)); c = a + b
 After:   c = wait(reduce_scatter(g + h))
@@ -23,12 +24,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.collectives import is_wait, launch_of
+from memopt_compile.collectives import is_wait
 from memopt_compile.step_graph import Phase, StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
 SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ class ReduceOnce(StepPass):
 
 
 def _scattered(part: fx.Node) -> list[fx.Node] | None:
-    """From a reduce-scatter to the part: it, its wait, and on a rank with fewer rows the cut of what
-    was padded, and a copy of that. None if `part` is something else, or is read elsewhere."""
+    """From a reduce-scatter to the part: it, its wait, on a rank with fewer rows the cut of what was
+    padded, and a copy of that, and an all-reduce of it. None if `part` is something else, or is read
+    elsewhere."""
     found = [part]
-    while found[-1].target in (aten.clone.default, aten.slice.Tensor):
+    while found[-1].target is not SCATTER:
+        if not (found[-1].target in (aten.clone.default, aten.slice.Tensor, REDUCE) or is_wait(found[-1])):
+            return None
         found.append(found[-1].args[0])
-    if not is_wait(found[-1]) or launch_of(found[-1]).target is not SCATTER:
-        return None
-    found.append(launch_of(found[-1]))
     return found[::-1] if all(len(node.users) == 1 for node in found) else None
 
 

@@ -25,6 +25,20 @@ def make():
 
 def wrong():
     return 1
+
+def shared(layers=1):
+    from torch.distributed.device_mesh import init_device_mesh
+    import memopt_compile as memopt
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memopt.shard_(model, optimizer, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+    return step, (torch.randn(64, WIDTH),)
 '''
 
 
@@ -49,12 +63,20 @@ def test_explain_prints_and_writes(script, tmp_path, capsys):
     assert (folder / "00" / "report.txt").exists()
 
 
+def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
+    zero = ["-o", "zero=3", "-o", "lowering=eager", "--ranks", "8"]
+    assert main(["explain", f"{script}:shared", *zero]) == 0
+    assert "parameters 512 B" in capsys.readouterr().out  # an eighth of 32 times 32
+    assert main(["explain", f"{script}:shared", *zero, "--layers", "80"]) == 0
+    assert "80 layers by plans of 2, 3, 4" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["explain", "{script}"], "write script.py:function"),
         (["explain", "nowhere.py:make"], "no file"),
-        (["explain", "{script}:mak"], "choose from make, wrong"),
+        (["explain", "{script}:mak"], "choose from make, wrong, shared"),
         (["explain", "{script}:wrong"], "return step, (x, y)"),
         (["explain", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
         (["explain", "{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1000"], "E301"),

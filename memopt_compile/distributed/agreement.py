@@ -16,39 +16,44 @@ from torch import Tensor, fx
 
 from ..collectives import is_collective
 from ..errors import RankError
+from . import planned
 
 
-def sequence(graph: fx.Graph) -> list[str]:
+def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     """The collectives of a graph in their order: operator, operands, numbers, and which group.
 
-    Groups have other names on other ranks; here they are counted as they come.
+    Groups have other names on other ranks; here they are counted as they come. Replicas send each other
+    rows, of which the ranks that share a model may have other numbers: those are left out.
     """
+    replicas = mesh.get_group(0).group_name if mesh.ndim == 2 else None
     groups: dict[Any, int] = {}
     lines = []
     for node in filter(is_collective, graph.nodes):
         *given, group = node.args
-        values = [_described(value) for value in given]
+        values = [_described(value, group == replicas) for value in given]
         lines.append(f"{node.target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
     return lines
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, rows: bool) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(_described(each, rows) for each in value)}]"
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else str(value)
+    if not isinstance(tensor, Tensor):
+        return str(value)
+    return f"{tensor.dtype}{['rows', *tensor.shape[1:]] if rows and tensor.dim() else [*tensor.shape]}"
 
 
-def compare(mine: Sequence[str], group: Any, what: str, where: str, do: str) -> None:
-    """Every rank of `group` comes here with its lines.
+def compare(mine: Sequence[str], mesh: Any, what: str, where: str, do: str) -> None:
+    """Every rank of `mesh` comes here with its lines.
 
     Raises:
         RankError: they are not the same on all ranks. All raise it, and name the first difference.
     """
     short = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(exchange(short, group))) == 1:
+    if len(set(exchange(short, mesh))) == 1:
         return
-    found = exchange(list(mine), group)
+    found = exchange(list(mine), mesh)
     for rank, lines in enumerate(found):
         if lines != found[0]:
             at = next((i for i, (a, b) in enumerate(zip(lines, found[0])) if a != b),
@@ -59,8 +64,12 @@ def compare(mine: Sequence[str], group: Any, what: str, where: str, do: str) -> 
                             f"{here} there, and {first} on rank 0", where=where, do=do)
 
 
-def exchange(value: Any, group: Any) -> list[Any]:
-    """What all ranks of the group give, by rank."""
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, value, group=group)
+def exchange(value: Any, mesh: Any) -> list[Any]:
+    """What all ranks of the mesh give, in its order: along its last dimension first."""
+    found = [value]
+    for dim in reversed(range(mesh.ndim)):
+        gathered: list[Any] = [found] * mesh.size(dim)
+        if not planned.active():
+            torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
+        found = [each for part in gathered for each in part]
     return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .. import compat_trace
 from ..errors import OptionError, RankError
 from ..optim.base import Optimizer
 from ..optim.factors import FactoredOptimizer
@@ -28,7 +29,7 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
         RankError: another rank is refused, or asks for something else. Every rank raises something.
     """
     _check_mesh(mesh)
-    group, refused = mesh.get_group(), None
+    refused = None
     try:
         if type(stage) is not int or stage not in (1, 2, 3):
             raise _refusal(f"stage is {stage!r}", "choose stage=1, 2 or 3")
@@ -39,13 +40,13 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
         _check_parameters(model, opt, mesh)
     except OptionError as error:
         refused = error
-    others = agreement.exchange(refused and refused.what, group)
+    others = agreement.exchange(refused and refused.what, mesh)
     if refused is not None:
         raise refused
     for rank, what in enumerate(others):
         if what is not None:
             raise RankError(f"rank {rank} is refused: {what}", where=WHERE, do="see that rank's error")
-    agreement.compare(_description(model, opt, stage), group, "parameters or settings", WHERE,
+    agreement.compare(_description(model, opt, stage), mesh, "parameters or settings", WHERE,
                       "build the same model and optimizer on every rank")
 
 
@@ -66,14 +67,17 @@ def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, distributed.device_mesh.DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}", "make one: torch.distributed.device_mesh."
                        f"init_device_mesh('cpu', ({distributed.get_world_size()},))")
-    if mesh.ndim != 1:
-        raise _refusal(f"the mesh has {mesh.ndim} dimensions", "give the one that shares the model, "
-                       "such as mesh['data']; replicating across the other is not in this version")
+    if mesh.ndim > 2:
+        raise _refusal(f"the mesh has {mesh.ndim} dimensions", "give the one that shares the model, such "
+                       "as mesh['data'], or two: to replicate across, and to share within")
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise _refusal("the mesh has two dimensions without names", "name them: init_device_mesh(.., "
+                       "mesh_dim_names=('replicate', 'shard')), the one to share the model in last")
     if mesh.get_coordinate() is None:
         raise _refusal(f"rank {distributed.get_rank()} is not in the mesh",
                        "make the mesh over this rank, or call shard_ on the ranks of the mesh only")
-    if mesh.size() < 2:
-        raise _refusal("there is one process, and nothing to share",
+    if mesh.size(mesh.ndim - 1) < 2:
+        raise _refusal("there is one process to share the model, and nothing to share",
                        "start several (torchrun --nproc-per-node 2), or leave shard_ out")
 
 
@@ -111,7 +115,7 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
         if isinstance(p, DTensor):
             raise _refusal(f"{name} is a DTensor with placements {tuple(p.placements)}",
                            "shard plain parameters: other placements are not in this version")
-        if type(p) not in (nn.Parameter, Tensor):
+        if type(p) not in (nn.Parameter, Tensor) and not compat_trace.is_fake(p):
             raise _refusal(f"{name} is a {type(p).__name__}", "give it its values before, and no "
                            "storage format of its own")
         if not p.is_meta and p.device.type != mesh.device_type:

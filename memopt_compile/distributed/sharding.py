@@ -7,6 +7,10 @@ whole parameter when its attribute is read: a property gathers it, and sends the
 ``Partial("avg")``, which a reduce-scatter turns into this rank's rows of the mean. So eager runs
 too, `state_dict` has the plain names, and a captured step has all collectives as nodes.
 
+On a mesh of two dimensions the ranks along the last one share a model, and those along the first have
+replicas of it. There the rows of the mean go through an all-reduce besides: a DTensor over the replicas
+stands between the parameter and its reading, with the gradient again ``Partial("avg")``.
+
 Why DTensor: its operators keep the numbers right whatever the code around the step does with a
 parameter (norms, checkpoints, an update in eager), and torch.distributed.checkpoint knows it.
 What `storage` keeps besides in stages 1 and 2 is seen by compiled steps alone.
@@ -41,32 +45,36 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     Args:
         model: its parameters are replaced; buffers stay as they are, one for each rank.
         opt: of `torch.optim`, with an update that is elementwise, or of `memopt.optim`.
-        mesh: a DeviceMesh of one dimension, over the ranks that share the model.
+        mesh: a DeviceMesh over the ranks that share the model, or one of two dimensions with names:
+            replicas along the first (across nodes), and sharing along the last (within a node).
         stage: 1 and 2 shard optimizer state, and gradients; 3 parameters too.
 
     Raises:
         OptionError: something of this is not so. Nothing was changed.
     """
     check(model, opt, mesh, stage)
+    shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
+    reading = functools.cache(functools.partial(_reading, replicas=replicas))
     if isinstance(opt, Optimizer):
-        opt.shards = Rows(mesh)
+        opt.shards = Rows(shard)
     made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
     for path, module in model.named_modules():
         given = dict(module._parameters)  # as the optimizer has them
-        _materialize(module, mesh)
+        _materialize(module, shard)
         names = []
         for name, p in given.items():
             if p is None or stage < 3 and not p.requires_grad:  # frozen: there is no state to shard
                 continue
             if p not in made:
                 path_of_p = f"{path}.{name}" if path else name
-                made[p] = _sharded(module._parameters[name], path_of_p, mesh, stage)
-                _replace(opt, p, made[p])
+                made[p] = _sharded(_of_the_first(module._parameters[name].detach(), replicas),
+                                   p.requires_grad, path_of_p, shard, mesh, stage)
+                _replace(opt, p, made[p], replicas)
             module._parameters[name] = made[p]
             names.append(name)
         del given
         if names:
-            module.__class__ = _reading(type(module), tuple(names))
+            module.__class__ = reading(type(module), tuple(names))
 
 
 def _materialize(module: nn.Module, mesh: Any) -> None:
@@ -83,9 +91,14 @@ def _materialize(module: nn.Module, mesh: Any) -> None:
     module.reset_parameters()
 
 
-def _sharded(p: nn.Parameter, name: str, mesh: Any, stage: int) -> nn.Parameter:
+def _of_the_first(value: Tensor, replicas: Any) -> Tensor:
+    """`value` as the first replica has it."""
+    return value if replicas is None else distribute_tensor(value, replicas, [Replicate()]).to_local()
+
+
+def _sharded(p: Tensor, trained: bool, name: str, mesh: Any, all_ranks: Any, stage: int) -> nn.Parameter:
     placement = Shard(0) if p.dim() else Replicate()
-    given = distribute_tensor(p.detach(), mesh, [placement])
+    given = distribute_tensor(p, mesh, [placement])
     rows, start, full = given.to_local(), _start(given), None
     if stage < 3 and p.dim():
         full = torch.empty(p.shape, dtype=p.dtype, device=rows.device)
@@ -96,9 +109,9 @@ def _sharded(p: nn.Parameter, name: str, mesh: Any, stage: int) -> nn.Parameter:
         rows = window
         given = DTensor.from_local(rows, mesh, [placement], run_check=False, shape=p.shape,
                                    stride=full.stride())
-    new = nn.Parameter(given, requires_grad=p.requires_grad)
+    new = nn.Parameter(given, requires_grad=trained)
     with torch.no_grad():  # so that it is the tensor inside, and no view that autograd follows
-        remember(Storage(name, stage, mesh, weakref.ref(new), new.to_local(), start, full))
+        remember(Storage(name, stage, mesh, all_ranks, weakref.ref(new), new.to_local(), start, full))
     return new
 
 
@@ -110,7 +123,7 @@ def _start(given: DTensor) -> int:
     return min(given.device_mesh.get_local_rank() * each, given.shape[0])
 
 
-def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter) -> None:
+def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter, replicas: Any) -> None:
     """Let the optimizer update `new`, with the state of `p`."""
     for group in opt.param_groups:
         if p in opt.state and isinstance(opt, Optimizer) and any(each is p for each in group["params"]):
@@ -118,7 +131,7 @@ def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter) -> None:
         group["params"] = [new if each is p else each for each in group["params"]]
     if p in opt.state:
         opt.state[new] = {
-            name: distribute_tensor(value, new.device_mesh, list(new.placements))
+            name: distribute_tensor(_of_the_first(value, replicas), new.device_mesh, list(new.placements))
             if isinstance(value, Tensor) and value.shape == p.shape and p.dim() else value
             for name, value in opt.state.pop(p).items()}
 
@@ -133,18 +146,26 @@ def _rows_of_state(opt: Optimizer, p: Tensor, new: nn.Parameter, group: Any) -> 
     return compressed(whole, opt.formats(new.to_local(), group))
 
 
-@functools.cache
-def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _reading(kind: type[nn.Module], names: tuple[str, ...], replicas: Any) -> type[nn.Module]:
     """A subclass of a module's class that gathers these parameters when they are read."""
     return type(kind.__name__, (kind,), {
-        **{name: property(_reader(name)) for name in names},
+        **{name: property(_reader(name, replicas)) for name in names},
         "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-def _reader(name: str) -> Callable[[nn.Module], Tensor]:
+def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
     def whole(module: nn.Module) -> Tensor:
         sharded = module._parameters[name]
         return sharded.redistribute(placements=[Replicate()]).to_local(
             grad_placements=[Partial("avg")])
 
-    return whole
+    def whole_of_replicas(module: nn.Module) -> Tensor:
+        sharded = module._parameters[name]
+        rows = DTensor.from_local(sharded.to_local(), replicas, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial("avg")])  # of gradients that have been scattered
+        return DTensor.from_local(
+            rows, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+            stride=sharded.stride()).redistribute(placements=[Replicate()]).to_local(
+                grad_placements=[Partial("avg")])
+
+    return whole if replicas is None else whole_of_replicas

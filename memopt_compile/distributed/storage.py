@@ -26,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Storage:
     """How one parameter is kept: `rows` are this rank's, from row `start` of the whole.
 
+    `mesh` has the ranks that share it. `all_ranks` is the mesh that `shard_` was given: the same, or
+    one that has replicas of those in its first dimension.
     `full` is the whole value where it is kept (stages 1 and 2), and agrees with the rows of all
     ranks as long as `versions` are those of parameter and rows.
     """
@@ -33,6 +35,7 @@ class Storage:
     name: str
     stage: int
     mesh: Any
+    all_ranks: Any
     parameter: weakref.ref
     rows: Tensor
     start: int

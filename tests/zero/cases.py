@@ -100,13 +100,14 @@ def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,
-            optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0,
+            optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0, replicas: int = 1,
             accumulate: str = "gradients", **how: Any) -> dict[str, Any]:
     """Some steps in a stage of ZeRO, in stage 0 with an all-reduce of each gradient."""
     model = made(kind, dtype)
     opt = optimizer(model)
     if stage:
-        memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
+        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("nodes", "node"))
+        memopt.shard_(model, opt, mesh if replicas > 1 else mesh["node"], stage=stage)
         step = step_of(model, opt, **how)
     else:
         name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional

@@ -45,7 +45,10 @@ def refusals(rank, ranks):
     return {
         "stage is 4": says(lambda: shard(stage=4)),
         "mesh is a NoneType": says(lambda: shard(mesh=None)),
-        "the mesh has 2 dimensions": says(lambda: shard(mesh=init_device_mesh("cpu", (1, ranks)))),
+        "the mesh has two dimensions without names": says(
+            lambda: shard(mesh=init_device_mesh("cpu", (1, ranks)))),
+        "there is one process to share the model": says(lambda: shard(
+            mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("nodes", "node")))),
         "the update of Adafactor is not known to be elementwise": says(
             lambda: shard(m := nn.Linear(4, 4), torch.optim.Adafactor(m.parameters()))),
         "weight is a DTensor with placements (Replicate(),)": says(lambda: shard(placed)),

@@ -17,8 +17,11 @@ def of_two(rank, ranks):
 
 
 def of_four(rank, ranks):
-    return {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
-            for stage in (0, 2, 3)}
+    found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
+             for stage in (0, 2, 3)}
+    found["replicas", 1] = cases.trained(rank, ranks, 1, cases.Tied, torch.float64, cases.adamw,
+                                         replicas=2, micro=2, clip=0.5)  # two of them, each of two ranks
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,25 @@ def test_is_one_process_on_the_whole_batch(pair, stage):
     for rank in pair:
         for name, value in expected["parameters"].items():
             assert float((rank["clipped", stage]["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+def test_replicas_of_a_shared_model_are_one_process(four):
+    """With tied weights, two micro-batches, and rows that differ in number between ranks that share."""
+    expected = cases.alone(cases.Tied, 4, clip=0.5)
+    found = [rank["replicas", 1] for rank in four]
+    losses, wanted = (torch.tensor(given, dtype=torch.float64) for given in (
+        [each["losses"] for each in found], expected["losses"]))
+    assert float((losses.mean(0) - wanted).abs().max()) <= 1e-12
+    for each in found:
+        assert same_bits(each["parameters"], found[0]["parameters"])
+        for name, value in expected["parameters"].items():
+            assert float((each["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+def test_replicas_all_reduce_what_has_been_scattered_once_a_mini_batch(four):
+    calls = four[0]["replicas", 1]["calls"]
+    assert calls.count("reduce_scatter_tensor") == 7
+    assert calls.count("all_reduce") == 7 + 1  # and the norm
 
 
 def test_steps_are_captured_whole(pair, four):

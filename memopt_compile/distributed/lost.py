@@ -1,0 +1,63 @@
+"""Which rank is gone, when a step fails because one is.
+
+A transport says that a connection was closed, not whose. So each rank whose step fails by its transport
+leaves a word in the store by which the ranks have found each other, and looks there for some seconds
+for the others. Who says nothing has ended, or still waits for one that has. An error of another kind is
+this rank's own, and goes on as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compat_trace
+from ..errors import RankError
+
+PATIENCE_SECONDS = 5.0
+
+
+def naming_the_lost(run: Callable[..., Any], mesh: Any, where: str) -> Callable[..., Any]:
+    """`run`, a step of all ranks of `mesh`, with a `RankError` where another rank is gone."""
+
+    def run_with_others(*inputs: Any) -> Any:
+        try:
+            return run(*inputs)
+        except RuntimeError as error:
+            if not _of_transport(error):
+                raise
+            silent = _silent(mesh)
+            who = ("the rank that kept the group's store is gone" if silent is None else
+                   f"rank {', '.join(map(str, silent))} of {mesh.size()} has ended, or waits for one that has"
+                   if silent else "every rank has lost its connections")
+            raise RankError(f"{who}: {str(error).splitlines()[0]}", where=where,
+                            do="see what that rank said last; torchrun ends all and names the first that "
+                            "ended") from error
+
+    return run_with_others
+
+
+def _of_transport(error: RuntimeError) -> bool:
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
+
+
+def _silent(mesh: Any) -> list[int] | None:
+    """Ranks of the mesh that do not fail within some seconds too; None if they cannot be asked."""
+    others = [rank for rank in mesh.mesh.flatten().tolist() if rank != torch.distributed.get_rank()]
+    end = time.monotonic() + PATIENCE_SECONDS
+    try:
+        store = compat_trace.default_store()
+        store.set(_word(torch.distributed.get_rank()), "")
+        while others and time.monotonic() < end:
+            others = [rank for rank in others if not store.check([_word(rank)])]
+            time.sleep(0.05)
+    except RuntimeError:
+        return None
+    return others
+
+
+def _word(rank: int) -> str:
+    return f"memopt/failed/{rank}"
