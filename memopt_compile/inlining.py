@@ -1,5 +1,7 @@
 """The arithmetic of our operators in their place, for Inductor, which fuses it with what reads it.
 
+So are casts that passes have put in: Inductor takes a `_to_copy` for decomposed already.
+
 `memopt::quantize` stays the operator that it is, a kernel of its own that goes through the tensor a
 slab at a time. Inductor would write out the formula of each operand wherever it is read; in a hash
 and a dynamic map every value is read several times, and such a formula grows beyond all bounds.
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -34,8 +37,13 @@ def _dequantized(layout: tuple, *parts: Tensor) -> list[Tensor]:
     return [dequantized(parts, *layout)]
 
 
+def _copied(nothing: tuple, value: Tensor, **how: Any) -> list[Tensor]:
+    return [CAST(value, **how)]
+
+
+CAST = torch.ops.aten._to_copy.default
 # By operator: its results from what follows its first argument, and the tensors that this one is.
-ARITHMETIC = {COMPRESS: _parts, DECOMPRESS: _decompressed, DEQUANTIZE: _dequantized}
+ARITHMETIC = {COMPRESS: _parts, DECOMPRESS: _decompressed, DEQUANTIZE: _dequantized, CAST: _copied}
 
 
 def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
@@ -47,7 +55,7 @@ def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
         if node.target not in ARITHMETIC:
             continue
         given, *rest = node.args
-        made = _traced(step, node, partial(ARITHMETIC[node.target], rest),
+        made = _traced(step, node, partial(ARITHMETIC[node.target], rest, **node.kwargs),
                        [given] if isinstance(given, fx.Node) else given, decompositions)
         items = [user for user in node.users if user.target is operator.getitem]
         for item in items:
