@@ -171,6 +171,18 @@ def test_alpha_of_an_add_to_a_matmul_is_kept():
     torch.testing.assert_close(lowered(list(given)), step(*given))
 
 
+def test_casts_that_a_pass_has_put_in_are_written_out():
+    def step(x: Tensor) -> tuple[Tensor]:
+        return (x.to(torch.bfloat16).exp().to(torch.float64),)
+
+    module = make_fx(step, tracing_mode="fake")(*inputs(0))  # with `_to_copy`, as Inductor takes none
+    traced = StepGraph(module, (Input("x", Role.BATCH, "x", BATCH * WIDTH * 4),))
+    traced.phases = dict.fromkeys(traced.computing(), Phase.FORWARD)
+    assert traced.op_counts()["_to_copy"] == 2
+    (expected,), (got,) = (lower(traced)(inputs(0)) for lower in (eager.lower, inductor.lower))
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
+
+
 def test_number_of_a_whole_loop_is_computed_once():
     """As the bias correction of Adam: not again for every few elements of the loop."""
     def correct(moment: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_no_more_bytes_than_eager(settings):
-    step = training_step(mlp(4), **settings)
+    step = training_step(mlp(2), **settings)
     check(step, *STORY)
     values = values_for(step)
     inputs = [v.clone() for v in values]
@@ -78,7 +78,7 @@ def test_no_more_bytes_than_eager(settings):
 def eager_peak(
     optimizer=torch.optim.AdamW, clip=None, micro_batches=1, keep_gradients=False, **settings
 ):
-    model = mlp(4)
+    model = mlp(2)
     opt = optimizer(model.parameters(), lr=0.1, **settings)
     x, y = torch.randn(4, 32, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
 

@@ -63,7 +63,7 @@ def _make(kind, given, settings, model):
     return kind(model.parameters(), *given, **settings)
 
 
-# Each in eager, the last four captured too.
+# Each in eager, some captured too.
 KINDS = {
     "sgd": (of(SGD, 0.1, momentum=0.9, dampening=0.1, maximize=True), {}),
     "clipped": (of(AdamW, 0.02, max_norm=0.05, skip_nonfinite=True), {}),
@@ -76,7 +76,7 @@ KINDS = {
     "adama": (of(AdamA, 0.02, weight_decay=0.1, max_norm=0.05), {"micro": 2, "fold": True}),
     "option": (of(torch.optim.AdamW, 0.02), {"micro": 4, "accumulate": "optimizer_states"}),
 }
-CAPTURED = {"came": 3, "adafactor": 1, "adama": 1, "option": 2}  # and in which stage
+CAPTURED = {"came": 1, "adama": 3, "option": 2}  # and in which stage
 
 
 def in_eager(rank, ranks, optimizer, micro=1, fold=False):
@@ -125,7 +125,7 @@ def refusals(rank, ranks):
 
 def everything(rank, ranks):
     found = {("few bits", stage): cases.trained(rank, ranks, stage, Wide, optimizer=few_bits)
-             for stage in (0, 1, 3)}
+             for stage in (0, 3)}
     for name, (optimizer, how) in KINDS.items():
         if "accumulate" not in how:
             found[name] = in_eager(rank, ranks, optimizer, **how)
@@ -152,11 +152,10 @@ def test_is_one_process_on_the_whole_batch(pair, name):
                 assert float((parameters[key] - value).abs().max()) <= 1e-11
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_elementwise_ones_are_data_parallel_bit_for_bit(pair, stage):
+def test_elementwise_ones_are_data_parallel_bit_for_bit(pair):
     """In few bits too, where the blocks of a rank are blocks of the whole."""
     for rank in pair:
-        found, plain = rank["few bits", stage], rank["few bits", 0]
+        found, plain = rank["few bits", 3], rank["few bits", 0]
         assert found["losses"] == plain["losses"]
         assert all(torch.equal(value, plain["parameters"][n]) for n, value in found["parameters"].items())
 
@@ -176,10 +175,10 @@ def test_updates_communicate_where_their_gradient_is_scattered(pair):
 
 
 def test_states_are_of_the_rows(pair):
-    """Few: 30 + 5 + 1 + 5 elements, of which rank 0 has 3 · 6, 3, 1 and 5, and rank 1 2 · 6, 2, 1 and none."""
+    """Few: 30 + 5 + 1 + 5 elements, of which rank 0 has 3 · 6, 3, 1 and 5, and rank 1 2 · 6, 2, 1 and none.
+    Parameters have the storage of the largest part."""
     for rank, rows in zip(pair, (27, 15)):
-        steps, parameters = 4, rows
-        assert rank["adama", "captured"]["resident"] == 8 * (30 + 5 + 1 + 5 + 2 * parameters) + 4 * steps
+        assert rank["adama", "captured"]["resident"] == 8 * (2 * rows + 27) + 4 * 4  # and the steps
 
 
 def test_states_go_with_the_model_and_to_other_stages(pair):
