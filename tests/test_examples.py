@@ -82,6 +82,7 @@ def test_low_memory_learns_and_each_way_has_its_row():
     assert adama < 0.9 * eager
 
 
+@pytest.mark.slow
 @needs_plays
 def test_low_memory_with_everything_in_8_bits():
     output = run("train_low_memory.py", "--optimizer", "adamw", "--state-bits", "8", "--parameter-bits", "8",
