@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import tempfile
 import traceback
 import warnings
@@ -13,8 +14,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 IN_VAIN = ("Timed out", "timeout", "Connection closed", "Connection reset")  # what gloo says then
+
+
+def place(factory: Any) -> Path:
+    """The folder that all workers of one run of the tests share (`factory` is `tmp_path_factory`)."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def once(factory: Any, name: str, make: Callable[[Path], Any]) -> Any:
+    """What ``make(place(factory) / name)`` returns, made by the worker that asks first: each has its own
+    fixtures, and ranks take all cores as it is."""
+    folder = place(factory) / name
+    with FileLock(f"{folder}.lock"):
+        if not (made := folder / "made.pt").exists():
+            folder.mkdir(exist_ok=True)
+            torch.save(make(folder), made)
+    return torch.load(made, weights_only=False)
 
 
 def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import on_ranks, once
 from test_adama import algorithm_2, mini_batches
 from torch import nn
 from training import SHAPES, difference, parameters
@@ -209,12 +209,12 @@ def everything(rank, ranks):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), everything, 2)
+    return once(tmp_path_factory, "AdamA of two", lambda folder: on_ranks(2, folder, everything, 2))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return on_ranks(4, tmp_path_factory.mktemp("ranks"), everything, 4)
+    return once(tmp_path_factory, "AdamA of four", lambda folder: on_ranks(4, folder, everything, 4))
 
 
 @pytest.fixture(params=["pair", "four"])

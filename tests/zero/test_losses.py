@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
+from ranks import on_ranks, once, place
 from test_sharding import DOUBLE, compiled, load, state_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -50,9 +50,7 @@ def dies(rank, folder):
     os._exit(0)  # a group without one of its ranks cannot be destroyed
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one dies")
+def one_dies(folder):
     context = torch.multiprocessing.get_context("spawn")
     both = [context.Process(target=dies, args=(rank, folder)) for rank in (0, 1)]
     for process in both:
@@ -60,7 +58,12 @@ def folder(tmp_path_factory):
     for process in both:
         process.join(3 * TIMEOUT_SECONDS)
     assert [process.exitcode for process in both] == [0, 9]
-    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    once(tmp_path_factory, "one dies", one_dies)
+    return place(tmp_path_factory) / "one dies"
 
 
 def test_the_one_that_is_left_names_the_one_that_is_gone(folder):

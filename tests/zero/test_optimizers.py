@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import on_ranks, once
 from test_sharding import says
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -136,7 +136,7 @@ def everything(rank, ranks):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), everything, 2)
+    return once(tmp_path_factory, "optimizers", lambda folder: on_ranks(2, folder, everything, 2))
 
 
 @pytest.mark.parametrize("name", KINDS)

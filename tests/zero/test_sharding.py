@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
+from ranks import on_ranks, once, place
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,12 +155,12 @@ def everything(rank, ranks, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("checkpoint"))
+    return str(place(tmp_path_factory) / "sharding")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, folder):
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), everything, 2, folder)
+    return once(tmp_path_factory, "sharding", lambda ranks: on_ranks(2, ranks, everything, 2, folder))
 
 
 @pytest.mark.parametrize("kind", ["refusals", "steps"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, once
 
 
 def of_two(rank, ranks):
@@ -26,12 +26,12 @@ def of_four(rank, ranks):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), of_two, 2)
+    return once(tmp_path_factory, "stages of two", lambda folder: on_ranks(2, folder, of_two, 2))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return on_ranks(4, tmp_path_factory.mktemp("ranks"), of_four, 4)
+    return once(tmp_path_factory, "stages of four", lambda folder: on_ranks(4, folder, of_four, 4))
 
 
 def same_bits(a, b):
