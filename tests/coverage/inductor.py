@@ -94,7 +94,7 @@ def page(rows: dict[str, list[str]], names: list[str]) -> str:
 def kept(path: Path | None) -> dict[str, list[str]]:
     text = path.read_text() if path and path.exists() else ""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: row for row in rows[2:]}
+    return {row[0]: row + [""] * (len(COLUMNS) - len(row)) for row in rows[2:]}
 
 
 def main() -> None:
