@@ -90,8 +90,8 @@ def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
 def _itself(leaf: Any, result: Any) -> Any:
     """What an operation in place on a parameter returns: the parameter. Dynamo makes another value of it,
     and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently."""
-    if isinstance(result, TensorVariable) and isinstance(leaf.realize(), TensorVariable) and leaf.source:
-        leaf = leaf.realize()
+    leaf = leaf and leaf.realize()
+    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable) and leaf.source:
         value = fake_value(leaf)
         if value is fake_value(result) and value.is_leaf and value.requires_grad:
             return leaf
@@ -153,13 +153,13 @@ def tracing_scope(
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if self.fn in IN_PLACE else result
 
-    def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any) -> Any:
-        result = original(self, tx, name, *args)
+    def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any, **named: Any) -> Any:
+        result = original(self, tx, name, *args, **named)
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         result = original(self, tx, args, kwargs)
-        for operand in (*args[:1], *(kwargs[name] for name in kwargs if name == "out")):
+        for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
         return result
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 
 import torch
-from loops import BATCH, CLASSES, WIDTH, Loop, ordinary, plain, row
+import torch.nn.functional as F
+from loops import BATCH, CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain, row
 from torch import Tensor, nn
 
 
@@ -95,3 +96,23 @@ def warning_in_forward() -> Loop:
             return self.body(x)
 
     return plain(Warning())
+
+
+@row
+def while_loop() -> Loop:
+    """A higher-order operator: Dynamo traces its body by calls of its own."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        with torch.no_grad():
+            _, scale = torch.ops.higher_order.while_loop(
+                lambda i, s: i < 3, lambda i, s: (i + 1, s * 0.5),
+                (torch.zeros((), dtype=torch.int64), torch.ones((), dtype=x.dtype)), ())
+        loss = F.cross_entropy(model(x) * scale, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
