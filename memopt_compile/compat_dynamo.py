@@ -22,10 +22,10 @@ from torch._dynamo.symbolic_convert import (
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import ListIteratorVariable
@@ -38,6 +38,8 @@ from .compat import FakeTensor, NumberVariable, fake_value, source_name
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
+
+SetAttr = getattr(builtin, "SetAttrBuiltinVariable", None)  # 2.13
 
 IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
                       operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
@@ -98,6 +100,18 @@ def _itself(leaf: Any, result: Any) -> Any:
     return result
 
 
+def _is_there(tensor: Any, name: Any, value: Any) -> bool:
+    """Whether ``tensor.data = value`` changes nothing, as behind ``tensor.data -= x``: AOTAutograd refuses
+    to set a tensor that the graph also writes to."""
+    tensor, value = tensor.realize(), value.realize()
+    if not (isinstance(tensor, TensorVariable) and isinstance(value, TensorVariable)
+            and name.as_python_constant() == "data"):
+        return False
+    old, new = (fake_value(each) for each in (tensor, value))
+    return old.untyped_storage()._cdata == new.untyped_storage()._cdata and all(
+        getattr(old, part)() == getattr(new, part)() for part in ("size", "stride", "storage_offset"))
+
+
 def _sources_of_subclasses(original: Callable, var: Any) -> Any:
     """torch 2.11 insists on plain fake tensors among what is differentiated; DTensors are as good."""
     if isinstance(var, TensorVariable) and not isinstance(fake_value(var), FakeTensor):
@@ -146,12 +160,15 @@ def tracing_scope(
         return result
 
     def call_builtin(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is delattr and isinstance(args[0].realize(), TensorVariable):
+        function = self.as_python_constant()
+        if function is delattr and isinstance(args[0].realize(), TensorVariable):
             if args[1].as_python_constant() == "grad":  # Dynamo would leave it there; eager has None then
                 return VariableTracker.build(tx, setattr).call_function(
                     tx, [*args, ConstantVariable.create(None)], kwargs)
+        if function is setattr and len(args) == 3 and _is_there(*args):
+            return ConstantVariable.create(None)
         result = original(self, tx, args, kwargs)
-        return _itself(args[0], result) if self.fn in IN_PLACE else result
+        return _itself(args[0], result) if function in IN_PLACE else result
 
     def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any, **named: Any) -> Any:
         result = original(self, tx, name, *args, **named)
@@ -189,7 +206,7 @@ def tracing_scope(
         return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
 
     collect = torch_variables._collect_tensors_with_sources
-    with (
+    patches = (
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True),
@@ -199,7 +216,8 @@ def tracing_scope(
         replaced(TensorVariable, "method_backward", method_backward),
         replaced(TensorVariable, "var_getattr", tensor_getattr),
         replaced(TensorVariable, "call_method", call_tensor_method),
-        replaced(BuiltinVariable, "call_function", call_builtin),
+        replaced(builtin.BuiltinVariable, "call_function", call_builtin),
+        *([replaced(SetAttr, "call_function", call_builtin)] if SetAttr else []),
         replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
@@ -222,5 +240,8 @@ def tracing_scope(
                                    torch.is_tensor: handle_is_tensor,
                                    torch._check_tensor_all: handle_check,
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
-    ):
+    )
+    with contextlib.ExitStack() as stack:  # more than Python nests blocks
+        for each in patches:
+            stack.enter_context(each)
         yield
