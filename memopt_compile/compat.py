@@ -73,6 +73,11 @@ def restart(output: Any, why: str) -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason=why)
 
 
+def demands_one_graph(output: Any) -> bool:
+    """Whether the frame of `output` is compiled with ``fullgraph=True``."""
+    return output.root_tx.one_graph or output.root_tx.error_on_graph_break
+
+
 def break_graph(what: str, why: str, remedy: str) -> None:
     """End the traced graph here: the rest of the frame runs by the ordinary path."""
     unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])

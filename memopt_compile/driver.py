@@ -30,7 +30,7 @@ from . import (
     zero,
 )
 from .backends import eager, inductor
-from .errors import MemoptError, OptionError
+from .errors import CaptureError, MemoptError, OptionError
 from .low_precision import check_optimizers
 from .options import Options
 from .records import Compilation, remember
@@ -188,8 +188,11 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.trace_again(unlike or "the step is not whole")
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error
-        capture.tell(notes.where, "the step changes a tensor that autograd still follows",
-                     "make such changes under torch.no_grad()")
+        why, remedy = ("the step changes a tensor that autograd still follows",
+                       "make such changes under torch.no_grad()")
+        if compat.demands_one_graph(notes.trace):
+            raise CaptureError(why, where=f"{notes.where}, fullgraph=True", do=remedy) from None
+        capture.tell(notes.where, why, remedy)
         _check_budget(record.options, "model", notes)
         record.kind, record.reason = "ordinary", notes.reason
         if regions(gm) and not notes.left:
