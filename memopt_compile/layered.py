@@ -99,7 +99,7 @@ def explain_layers(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]
             f"where a layer leaves {format_bytes(steepest)} alive", where=where,
             do="choose deeper ones if all layers are alike, or plan the whole step by memopt.explain")
     last, more = reports[depths[-1]], layers - depths[-1]
-    at_peak = {name: size + more * a_layer[name] for name, size in last.at_peak.items()}
+    at_peak = {name: size + more * a_layer[name] for name, size in last.memory.at_peak.items()}
     resident = sum(last.inputs.values()) + more * sum(a_layer[name] for name in last.inputs)
     return LayeredReport(layers, sum(at_peak.values()), resident, at_peak, a_layer, reports,
                          time.perf_counter() - start)
@@ -120,7 +120,7 @@ def _alive_at_end(record: Compilation, phase: Phase) -> int:
 
 
 def _growth(shallow: Report, deep: Report) -> dict[str, int]:
-    return {name: size - shallow.at_peak.get(name, 0) for name, size in deep.at_peak.items()}
+    return {name: size - shallow.memory.at_peak[name] for name, size in deep.memory.at_peak.items()}
 
 
 def _listed(growth: dict[str, int]) -> str:

@@ -13,19 +13,29 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .collectives import is_collective
 from .compat_trace import hinted
 from .liveness import Lifetimes, Timeline, lifetimes, live_bytes
 from .optim.low_bit import GRADIENT
 from .optim.one_operator import ADD, QUANTIZED_UPDATE
 from .quantization.operators import DEQUANTIZE, QUANTIZE
-from .step_graph import Input, Phase, Role, StepGraph, aliased_args, mutated_args, storage_roots
+from .step_graph import (
+    Input,
+    Phase,
+    Role,
+    StepGraph,
+    aliased_args,
+    mutated_args,
+    op_name,
+    storage_roots,
+)
 
 KINDS = {
     Role.PARAMETER: "parameters",
@@ -36,7 +46,9 @@ KINDS = {
     Role.NUMBER: "numbers",
 }
 MODEL = ("parameters", "gradients", "optimizer state", "buffers")
+GATHERED = "gathered parameters"
 DECODED, ACTIVATIONS, TEMPORARIES = "decoded parameters", "activations", "temporaries"
+BEYOND = (GATHERED, DECODED, ACTIVATIONS, TEMPORARIES)
 SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 OF_GRADIENTS = re.compile(rf"\['{GRADIENT}(_scale)?'\]$")  # states that are sums of gradients
 
@@ -87,6 +99,24 @@ def kind_of(given: Input) -> str:
     return KINDS[given.role]
 
 
+def kinds_of_values(step: StepGraph, life: Lifetimes) -> dict[fx.Node, str]:
+    """The kind of each tensor that the step allocates."""
+    roots, forward = storage_roots(step.graph), Phase.FORWARD
+    gradients = {root for node in _gradients(step) for root in roots[node] if step.phase(root) is not forward}
+    parameters = {node for node, role in step.roles().items() if role is Role.PARAMETER}
+    return {node: _kind(step, node, gradients, parameters) for node in life.size}
+
+
+def _kind(step: StepGraph, node: fx.Node, gradients: Container[fx.Node], parameters: Container[fx.Node]) -> str:
+    if node in gradients:
+        return KINDS[Role.GRADIENT]
+    if is_collective(node) and op_name(node).startswith("all_gather"):
+        return GATHERED
+    if node.target is DEQUANTIZE and all(a in parameters for a in node.all_input_nodes):
+        return DECODED
+    return ACTIVATIONS if step.phase(node) is Phase.FORWARD else TEMPORARIES
+
+
 def input_bytes(step: StepGraph) -> dict[str, int]:
     """Bytes of the step's inputs by kind."""
     sizes = dict.fromkeys(KINDS.values(), 0)
@@ -97,23 +127,16 @@ def input_bytes(step: StepGraph) -> dict[str, int]:
 
 def model_memory(step: StepGraph, timeline: Timeline) -> ModelMemory:
     """Of a whole step with its `timeline`."""
-    gradients = _gradients(step)
-    life, roots = lifetimes(step.graph), storage_roots(step.graph)
+    gradients, life, roots = _gradients(step), lifetimes(step.graph), storage_roots(step.graph)
     order = [point.node for point in timeline.points]
-    owners: dict[str, list[fx.Node]] = {"gradients": [], DECODED: [], ACTIVATIONS: []}
-    roles = step.roles()
-    for node in life.size:
-        if node in gradients:
-            owners["gradients"].append(node)
-        elif node.target is DEQUANTIZE and all(roles.get(a) is Role.PARAMETER for a in node.all_input_nodes):
-            owners[DECODED].append(node)
-        elif step.phase(node) is Phase.FORWARD:
-            owners[ACTIVATIONS].append(node)
-    curves = {kind: live_bytes(order, _only(life, nodes)) for kind, nodes in owners.items()}
+    owners: dict[str, list[fx.Node]] = {kind: [] for kind in ("gradients", *BEYOND)}
+    for node, kind in kinds_of_values(step, life).items():
+        owners[kind].append(node)
+    curves = {kind: live_bytes(order, _only(life, owners[kind])) for kind in ("gradients", *BEYOND[:-1])}
     live = [point.live_bytes for point in timeline.points]
     curves[TEMPORARIES] = [all_ - sum(some) for all_, *some in zip(live, *curves.values())]
     at = live.index(max(live)) if live else 0
-    between = input_bytes(step) | dict.fromkeys((DECODED, ACTIVATIONS, TEMPORARIES), 0)
+    between = input_bytes(step) | dict.fromkeys(BEYOND, 0)
     of_one = Counter[int]()
     for node, backward in step.gradients.items():
         of_one[backward] += sum(life.size.get(root, 0) for root in roots[node])
@@ -140,7 +163,7 @@ def _only(life: Lifetimes, owners: Iterable[fx.Node]) -> Lifetimes:
 
 
 def _gradients(step: StepGraph) -> set[fx.Node]:
-    """The nodes, inputs included, whose values are gradients."""
+    """The nodes, inputs included, whose values are gradients, whole or of this rank's rows."""
     found = {node for node, given in zip(step.placeholders, step.inputs) if kind_of(given) == "gradients"}
     found |= step.gradients.keys()
     for node in step.computing():
@@ -148,7 +171,10 @@ def _gradients(step: StepGraph) -> set[fx.Node]:
             read: Sequence[Any] = node.args[:1]
         elif _adds(node):
             read = node.args[1]
-        elif node.target in SUMS or node.target in (DEQUANTIZE, operator.getitem) or aliased_args(node):
+        elif is_collective(node) and op_name(node).startswith("reduce_scatter"):
+            found |= {node, *node.all_input_nodes}
+            continue
+        elif node.target in SUMS or is_collective(node) or node.target in (DEQUANTIZE, operator.getitem) or aliased_args(node):
             read = node.all_input_nodes
         else:
             continue

@@ -8,25 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
-from torch import fx
 
 from . import timeline as drawing
 from .adaptation import Replan
-from .collectives import is_collective
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
-from .model_memory import ModelMemory, input_bytes, model_memory
+from .model_memory import ModelMemory, input_bytes, kinds_of_values, model_memory
 from .options import format_bytes
 from .shadow import GradientError
 from .step_graph import (
-    Phase,
     StepGraph,
     describe,
-    op_name,
     short_names,
     source_line,
-    storage_roots,
 )
 from .step_pass import PassRecord
 from .structure import repeats
@@ -46,16 +41,15 @@ KINDS = {
 class LiveTensor:
     """A tensor that the step allocates and that is alive at the peak of its schedule.
 
-    `name` is the node's as in `StepGraph.text`, `role` is "activation" (from forward), "gradient"
-    (of a parameter, whole or this rank's part), "gathered" (what an all-gather brought from other ranks)
-    or "temporary"; `line` is the user's source line that made it.
+    `name` is the node's as in `StepGraph.text`, `kind` is as in `ModelMemory`; `line` is the user's
+    source line that made it.
     """
 
     bytes: int
     name: str
     value: str
     phase: str
-    role: str
+    kind: str
     line: str | None
 
 
@@ -148,14 +142,6 @@ class Report:
             taken_back=record.taken_back,
             history=tuple(record.history),
         )
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by category at the peak of the schedule: the inputs by role, and what is alive beyond."""
-        found = dict(self.inputs)
-        for each in self.largest:
-            found[each.role] = found.get(each.role, 0) + each.bytes
-        return found
 
     @property
     def error_percent(self) -> float | None:
@@ -256,8 +242,8 @@ class Report:
     def _peak_table(self) -> str:
         if not self.peak_at:
             return ""
-        head = ["bytes", "name", "value", "phase", "role", "made by"]
-        rows = [[format_bytes(each.bytes), each.name, each.value, each.phase, each.role,
+        head = ["bytes", "name", "value", "phase", "kind", "made by"]
+        rows = [[format_bytes(each.bytes), each.name, each.value, each.phase, each.kind,
                  _short(each.line)] for each in self.largest[:LINES]]
         left = self.largest[LINES:]
         text = f"alive at the peak of the schedule, beyond the inputs, while {self.peak_at} runs:\n"
@@ -269,11 +255,8 @@ class Report:
 
 def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
     """What `step` has allocated and not yet freed at the peak of `timeline`, largest first."""
-    life, roots = lifetimes(step.graph), storage_roots(step.graph)
-    names = short_names(step)
-    scattered = [n for n in step.computing() if is_collective(n) and op_name(n).startswith("reduce_scatter")]
-    gradients = {root for node in (*step.gradients, *scattered, *(n.args[0] for n in scattered))
-                 for root in roots[node]}
+    life, names = lifetimes(step.graph), short_names(step)
+    kinds = kinds_of_values(step, life)
     order = [point.node for point in timeline.points]
     sizes = [point.live_bytes for point in timeline.points]
     at = sizes.index(max(sizes)) if sizes else -1
@@ -281,18 +264,10 @@ def alive_at_peak(step: StepGraph, timeline: Timeline) -> list[LiveTensor]:
     alive = [node for node in order[: at + 1] if node in needed and life.size.get(node)]
     found = [
         LiveTensor(life.size[node], names[node], describe(node), step.phase(node).value,
-                   _role(node, gradients, step.phase(node)), source_line(node))
+                   kinds[node], source_line(node))
         for node in alive
     ]
     return sorted(found, key=lambda each: -each.bytes)
-
-
-def _role(node: fx.Node, gradients: set[fx.Node], phase: Phase) -> str:
-    if node in gradients:
-        return "gradient"
-    if is_collective(node) and op_name(node).startswith("all_gather"):
-        return "gathered"
-    return "activation" if phase is Phase.FORWARD else "temporary"
 
 
 def _peak_at(step: StepGraph, timeline: Timeline) -> str | None:

@@ -92,7 +92,7 @@ def test_largest_add_up_to_the_peak():
     assert found.resident_bytes + sum(sizes) <= found.predicted_peak_bytes
     first = found.largest[0]
     dropped = 64 * 128 * 4  # Dropout's result; its mask is a tensor of its own.
-    assert (first.bytes, first.phase, first.role) == (dropped, "forward", "activation")
+    assert (first.bytes, first.phase, first.kind) == (dropped, "forward", "activations")
     assert first.line.startswith("test_report.py:") and "self.model(x)" in first.line
 
 

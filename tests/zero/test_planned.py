@@ -65,7 +65,7 @@ def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     assert sum(plan.at_peak.values()) == plan.predicted_peak_bytes
     assert "6 layers by plans of 2, 3, 4" in str(plan)
     if stage == 3:  # what backward needs again of a layer, checkpointed or not, is gathered again
-        assert plan.a_layer["gathered"] == 0 < plan.at_peak["gathered"]
+        assert plan.a_layer["gathered parameters"] == 0 < plan.at_peak["gathered parameters"]
     rows = -(-WIDTH // ranks) / WIDTH  # with more ranks than rows, one each for the first of them
     weights, steps = 6 * 4 * WIDTH * WIDTH, 6 * 4
     assert plan.at_peak["parameters"] == (weights if stage == 2 else rows * weights)
