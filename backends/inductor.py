@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor
+from .. import compat_inductor, slab_kernels
 from ..costs import is_library, workspace_bytes
 from ..errors import OptionError
 from ..finiteness import not_looking
@@ -67,6 +67,7 @@ _cache: dict[tuple[str | None, str], _Compiled] = {}
 def forget() -> None:
     """Drop all compiled pieces: for `torch.compiler.reset`."""
     _cache.clear()
+    slab_kernels.forget()
 
 
 @dataclass(frozen=True, eq=False)

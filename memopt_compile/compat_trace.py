@@ -12,11 +12,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
+from torch._guards import tracing
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verification`)
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def artifact(name: str, text: Callable[[], str]) -> None:
@@ -91,6 +96,19 @@ def whole_interpolation() -> Iterator[None]:
         yield
 
 
+def functionalized(function: Callable) -> Callable:
+    """`function` without writes: what it writes in place becomes values."""
+    return dispatch_functionalize(function)
+
+
+def traced_as_compiled(function: Callable, examples: Callable[[], list], decompositions: dict) -> fx.GraphModule:
+    """The graph of `function`, which is told that it is being compiled, of fake `examples`."""
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
+        with fake_tensors():
+            given = examples()
+        return make_fx(function, decomposition_table=decompositions)(*given)
+
+
 def let_batch_vary(tensor: torch.Tensor) -> None:
     """Have the first dimension traced as a symbol, unless the code wants it to be a number."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -100,9 +118,7 @@ def let_batch_vary(tensor: torch.Tensor) -> None:
 def real_tensors() -> Iterator[None]:
     """A scope in which tensors are real although torch is tracing with fake ones, and what runs does as it
     will behind the trace: torch 2.13 says that it is compiling for as long as a backend does."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), mock.patch.object(torch.compiler, "_is_compiling_flag", False):
+    with tracing(None), _disable_current_modes(), mock.patch.object(torch.compiler, "_is_compiling_flag", False):
         yield
 
 

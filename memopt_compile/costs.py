@@ -31,7 +31,7 @@ from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 # What Inductor leaves to PyTorch's own kernels, and to ours, by the start of the operator's name: only
 # these hold workspace there. The rest becomes loops of its own.
 LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft", "_cudnn", "miopen",
-           "cudnn", "sort", "topk", "linalg", "_linalg", "quantize")
+           "cudnn", "sort", "topk", "linalg", "_linalg", "quantize", "compiled_update")
 
 _known: dict[Any, int] = {}
 

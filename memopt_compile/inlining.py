@@ -1,5 +1,7 @@
 """The arithmetic of our operators in their place, for Inductor, which fuses it with what reads it.
 
+The update of a low-precision parameter is compiled by itself (`slab_kernels`).
+
 So are casts that passes have put in: Inductor takes a `_to_copy` for decomposed already.
 
 `memopt::quantize` stays the operator that it is, a kernel of its own that goes through the tensor a
@@ -20,8 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .compression import COMPRESS, DECOMPRESS, whole_parts
 from .compression import whole_value as decompressed
+from .optim.one_operator import QUANTIZED_UPDATE
 from .quantization.operators import DEQUANTIZE
 from .quantization.operators import whole_value as dequantized
+from .slab_kernels import COMPILED_UPDATE
 from .step_graph import StepGraph
 
 
@@ -48,10 +52,12 @@ ARITHMETIC = {COMPRESS: _parts, DECOMPRESS: _decompressed, DEQUANTIZE: _dequanti
 
 def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
     """The step, or a copy of it with arithmetic in the place of these operators."""
-    if not any(node.target in ARITHMETIC for node in step.computing()):
+    if not any(node.target in ARITHMETIC or node.target is QUANTIZED_UPDATE for node in step.computing()):
         return step
     step = step.copy()
     for node in list(step.computing()):
+        if node.target is QUANTIZED_UPDATE and node.args[2][0].meta["val"].device.type == "cpu":
+            node.target = COMPILED_UPDATE
         if node.target not in ARITHMETIC:
             continue
         given, *rest = node.args

@@ -174,7 +174,8 @@ def _gradients(step: StepGraph) -> set[fx.Node]:
         elif is_collective(node) and op_name(node).startswith("reduce_scatter"):
             found |= {node, *node.all_input_nodes}
             continue
-        elif node.target in SUMS or is_collective(node) or node.target in (DEQUANTIZE, operator.getitem) or aliased_args(node):
+        elif (node.target in (*SUMS, DEQUANTIZE, operator.getitem) or is_collective(node)
+              or aliased_args(node)):
             read = node.all_input_nodes
         else:
             continue

@@ -64,18 +64,32 @@ def quantized_update(parameter: list[Tensor], grad: list[Tensor], state: list[Te
                      names: str, keys: str, values: list[float], numbers: list[Tensor],
                      layout: list[int], dtype: torch.dtype) -> list[Tensor]:
     """The new parts of the parameter, if they are given, and the new states."""
-    bits, block, seed, *size = layout
-    algorithm, name = method.split()
     parts, states = [part.clone() for part in parameter], [each.clone() for each in state]
-    like = parts or [torch.empty(0, dtype=torch.uint8, device=state[0].device)] * 4
-    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed), size, dtype)
-    optimizer = object.__new__(getattr(sys.modules[__package__], algorithm))  # methods, and no state
+    change(parts, grad, states, method, names, keys, values, numbers, layout, dtype)
+    return [*parts, *states]
+
+
+def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Tensor], method: str, names: str,
+           keys: str, values: Sequence[float], numbers: Sequence[Tensor], layout: Sequence[int],
+           dtype: torch.dtype) -> None:
+    """What the operator does, in place."""
+    optimizer, p, group = subject(parts, states, method, keys, values, numbers, layout, dtype)
     found = dict(zip(names.split(), states))
     if len(grad) != 1:
         found |= dict(zip(KEPT, grad))
-    getattr(optimizer, name)(p, grad[0] if len(grad) == 1 else None, found,
-                             _settings(keys.split(), values, numbers))
-    return [*parts, *states]
+    getattr(optimizer, method.split()[1])(p, grad[0] if len(grad) == 1 else None, found, group)
+
+
+def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys: str, values: Sequence[float],
+            numbers: Sequence[Tensor], layout: Sequence[int],
+            dtype: torch.dtype) -> tuple[Any, LowPrecisionTensor, dict[str, Any]]:
+    """The optimizer, with methods and no state; the parameter, without values if no parts are given; and
+    the settings."""
+    bits, block, seed, *size = layout
+    like = parts or [torch.empty(0, dtype=torch.uint8, device=states[0].device)] * 4
+    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed), size, dtype)
+    optimizer = object.__new__(getattr(sys.modules[__package__], method.split()[0]))
+    return optimizer, p, _settings(keys.split(), values, numbers)
 
 
 def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Tensor]) -> dict[str, Any]:

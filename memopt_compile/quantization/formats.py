@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import arithmetic, tables
-from .rounding import moves, noise
+from .rounding import moves, noise, places_from
 
 
 class Format(NamedTuple):
@@ -122,7 +122,7 @@ def form_of(map: str, bits: int, block: int, seed: int | None = None) -> Format 
     return form._replace(block=block, seed=seed)
 
 
-def encode(value: Tensor, form: Format, draws: Any = 0, first: int = 0,
+def encode(value: Tensor, form: Format, draws: Any = 0, first: Any = 0,
            by: Any = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of all elements in row-major order: uint8, see `Format.shape`; float32.
 
@@ -141,8 +141,7 @@ def encode(value: Tensor, form: Format, draws: Any = 0, first: int = 0,
     shares = blocks / torch.where(scales == 0, 1.0, scales)
     codes = (by or _faster()).codes(shares, form)
     if form.seed is not None:
-        places = torch.arange(first, first + flat.numel(), dtype=torch.int32, device=flat.device)
-        drawn = noise(places, form.seed, draws).view(shares.shape)
+        drawn = noise(places_from(first, flat), form.seed, draws).view(shares.shape)
         codes = _one_of_two(shares, codes, form, drawn, by or _faster())
     if form.bits == 4:
         codes = codes[:, 0] | (codes[:, 1] << 4)
@@ -157,7 +156,7 @@ def _one_of_two(shares: Tensor, codes: Tensor, form: Format, drawn: Tensor, by: 
     point = partial(by.points, form=form, dtype=torch.float32) if form.bits == 8 else partial(
         arithmetic.of_numbers, form=form, dtype=torch.float32)
     points, near = point(codes), codes.to(torch.int32)
-    other = (shares > points).to(torch.int32).mul(2).sub(1).add(near).clamp(0, len(form.points) - 1)
+    other = (shares - points).sign().to(torch.int32).add(near).clamp(0, len(form.points) - 1)
     go = moves(shares, points, point(other.to(torch.uint8)), drawn)
     return (other - near).mul(go).add(near).to(torch.uint8)
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from .formats import Linear, whole_blocks
-from .rounding import moves, noise
+from .rounding import moves, noise, places_from
 
 TOGETHER = 4  # elements that may share a byte: slabs and blocks are multiples of it
 
 
-def encode(value: Tensor, form: Linear, draws: Any = 0, first: int = 0) -> list[Tensor]:
+def encode(value: Tensor, form: Linear, draws: Any = 0, first: Any = 0) -> list[Tensor]:
     """[low, (high,) scales] of all elements in row-major order: uint8, uint8, float32.
 
     In float32 each gets its nearest point, or with a seed one of the two around it, which `draws`
@@ -38,10 +38,9 @@ def encode(value: Tensor, form: Linear, draws: Any = 0, first: int = 0) -> list[
     scales = torch.where(scales.isfinite(), scales, float("nan"))
     codes = (blocks / torch.where(scales == 0, 1.0, scales) * most).round().clamp(-most, most)
     if form.seed is not None:
-        places = torch.arange(first, first + blocks.numel(), dtype=torch.int32, device=value.device)
-        drawn = noise(places, form.seed, draws).view(blocks.shape)
+        drawn = noise(places_from(first, blocks), form.seed, draws).view(blocks.shape)
         near = codes / most * scales
-        others = (blocks > near).to(torch.float32).mul(2).sub(1).add(codes).clamp(-most, most)
+        others = (blocks - near).sign().add(codes).clamp(-most, most)
         codes = (others - codes).mul(moves(blocks, near, others / most * scales, drawn)).add(codes)
     return [*packed(codes.to(torch.int32).view(-1)[:count], form.bits), scales.view(-1)]
 

@@ -55,7 +55,7 @@ def whole_value(parts: Sequence[Tensor], map: str, bits: int, block: int, size: 
     return decode(parts, form, math.prod(size), by=arithmetic).to(dtype).view(size)
 
 
-def encode(value: Tensor, form: Format | Linear, draws: Any = 0, first: int = 0,
+def encode(value: Tensor, form: Format | Linear, draws: Any = 0, first: Any = 0,
            by: Any = None) -> list[Tensor]:
     """The parts of a value in either kind of format."""
     if isinstance(form, Linear):

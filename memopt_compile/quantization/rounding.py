@@ -73,7 +73,7 @@ def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
     flat = value.reshape(-1).to(torch.float32)
     # Some devices' NaN has all bits set: a carry would make a number of it.
     bits = torch.where(flat.isnan(), float("nan"), flat).view(torch.int32)
-    places = torch.arange(first, first + value.numel(), dtype=torch.int32, device=value.device)
+    places = places_from(first, flat)
     # The lower bits are what is dropped: a uniform number carries in proportion to them.
     drawn = noise(places, form.seed, step) >> (form.bits - 16)
     return drawn.add_(bits).bitwise_and_(-1 << (32 - form.bits))
@@ -87,6 +87,11 @@ def moves(values: Tensor, near: Tensor, other: Tensor, drawn: Tensor) -> Tensor:
     """
     way = (other - near).abs()
     return (drawn + 0.5) * (2.0**-16 * way) < (values - near).abs()
+
+
+def places_from(first: Any, flat: Tensor) -> Tensor:
+    """The place of each element of a vector, int32; `first` is an integer or a 0-dim tensor of one."""
+    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device) + first
 
 
 def noise(places: Tensor, seed: int, step: Any) -> Tensor:

@@ -1,0 +1,175 @@
+"""`memopt::compiled_update`: `memopt::quantized_update` by a kernel that Inductor makes, for its lowering.
+
+The update of a slab is traced once for each kind of update: its decoding, arithmetic, rounding and encoding
+become one graph, which Inductor fuses. Every parameter then goes through that kernel slab by slab, its
+last slab filled up with zeros. What is held beside the result is what the kernel holds for one slab: so
+Inductor may store what is read often, where writing it out again and again would make a formula grow
+beyond all bounds (see `inlining`).
+
+It draws what the eager code draws, since the draw of an element follows from its place, and computes the
+same. But eager's kernels round a product and a sum at once, where these round twice: a scale may differ by
+its last bit, and then a code in some thousands by one.
+
+Only for CPUs: on a GPU nobody has tried it yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import compat_inductor, compat_trace
+from .optim.low_bit import Formats
+from .optim.one_operator import change, subject
+from .quantization import arithmetic
+from .quantization.formats import Format, form_of
+from .quantization.operators import DEQUANTIZE, QUANTIZE, encode, some, whole_value
+from .quantization.parameters import LowPrecisionTensor
+
+ELEMENTS = 1 << 15  # of a slab: what a kernel stores between stays in a core's cache
+
+
+class Part(NamedTuple):
+    """How a tensor goes with the elements: how many of its own belong to so many of them, None for a tensor
+    that every slab has whole; and its value for an element that is 0."""
+
+    size: Callable[[int], int] | None = None
+    zero: int = 0
+
+    def cut(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        """Of `count` elements from `first` on, a view."""
+        return tensor if self.size is None else tensor.narrow(0, self.size(first), self.size(count))
+
+    def filled(self, tensor: Tensor, length: int) -> Tensor:
+        """With zeros to the size of a slab of `length` elements."""
+        missing = 0 if self.size is None else self.size(length) - tensor.numel()
+        return torch.nn.functional.pad(tensor, (0, missing), value=self.zero) if missing else tensor
+
+
+@torch.library.custom_op("memopt::compiled_update", mutates_args=())
+def compiled_update(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str,
+                    names: str, keys: str, values: list[float], numbers: list[Tensor],
+                    layout: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """What `quantized_update` returns."""
+    optimizer, p, group = subject(parameter, state, method, keys, values, numbers, layout, dtype)
+    kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), optimizer.formats(p, group))
+    given = [*parameter, *(g.reshape(-1) for g in grad), *state]
+    block, count = optimizer.block(p, group), p.numel()
+    length = max(1, ELEMENTS // block) * block
+    kernel = _kernel((method, names, keys, tuple(values)), tuple(layout[:3]), dtype, length,
+                     tuple((kind.size and kind.size(length), t.dtype) for kind, t in zip(kinds, given)),
+                     (len(parameter), len(grad)), tuple((n.item() != 0, n.dtype) for n in numbers),
+                     torch.get_num_threads())
+    new, place = [torch.empty_like(t) for t in (*parameter, *state)], torch.empty((), dtype=torch.int32)
+    written = kinds[:len(parameter)] + kinds[len(parameter) + len(grad):]
+    for first in some(range(0, count, length)):
+        here = min(length, count - first)
+        made = kernel([place.fill_(first), *(kind.filled(kind.cut(t, first, here), length)
+                                             for kind, t in zip(kinds, given)), *numbers])
+        for kind, tensor, part in zip(written, new, made):
+            into = kind.cut(tensor, first, here)
+            into.copy_(part if kind.size is None else part[:into.numel()])
+        del made, part  # before the next slab
+    return new
+
+
+@compiled_update.register_fake
+def _(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (*parameter, *state)]
+
+
+def forget() -> None:
+    """Drop all kernels: for `torch.compiler.reset`."""
+    _kernel.cache_clear()
+
+
+def _parts(p: LowPrecisionTensor, parameter: Sequence[Tensor], grad: Sequence[Tensor],
+           state: Mapping[str, Tensor], formats: Formats) -> list[Part]:
+    """Of all tensors that a kernel takes."""
+    kinds = [*_of_form(p.form), Part()] if parameter else []
+    kinds += [Part(lambda n: n)] * len(grad) if len(grad) < 2 else _of_form(form_of("linear", 8, p.form.block))
+    for name, tensor in state.items():
+        form = formats.get(name.removesuffix("_scale"))
+        if form is None:
+            kinds.append(Part(None if tensor.dim() == 0 else lambda n: n))
+        else:
+            kinds.append(_of_form(form)[name.endswith("_scale")])
+    return kinds
+
+
+def _of_form(form: Any) -> list[Part]:
+    """Of codes and scales. In a map without a 0 what is least stands for it."""
+    zero = 0
+    if isinstance(form, Format) and form.decades:
+        zero, _ = arithmetic.numbering(form)
+        zero |= zero << 4 if form.bits == 4 else 0
+    *planes, scales = (Part(lambda n, i=i: form.part_sizes(n)[i]) for i in range(len(form.part_sizes(0))))
+    return [*(plane._replace(zero=zero) for plane in planes), scales]
+
+
+class _TensorsForNumbers(TorchFunctionMode):
+    """Where eager code gives an operator a number that it reads from a tensor, such as a bias correction:
+    the arithmetic with that tensor, rounded as by the operator. And `settings` are known not to be 0."""
+
+    def __init__(self, settings: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.settings = {id(t) for t in settings}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.strip("_")
+        if name in ("ne", "eq") and id(args[0]) in self.settings and args[1] == 0:
+            return name == "ne"
+        number = kwargs.get("alpha", kwargs.get("value"))
+        if not isinstance(number, Tensor):
+            return func(*args, **kwargs)
+        self_, first, *second = args
+        scaled = first * number.to(first.dtype)
+        if name == "addcdiv":
+            scaled = scaled / second[0]
+        elif name == "addcmul":
+            scaled = scaled * second[0]
+        return getattr(self_, "add_" if func.__name__.endswith("_") else "add")(scaled)
+
+
+@functools.cache
+def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int, shapes: tuple, counts: tuple,
+            numbers: tuple, threads: int) -> Callable[[list], Sequence[Tensor]]:
+    """The update of one slab, compiled: takes its place, its tensors and the numbers, in a list."""
+    parts, grads = counts
+    place: Any = None
+
+    def update(*tensors: Tensor) -> list[Tensor]:
+        given = tensors[:len(shapes)]
+        settings = [t if other else 0.0 for t, (other, _) in zip(tensors[len(shapes):], numbers)]
+        parameter, grad, state = given[:parts], given[parts:parts + grads], given[parts + grads:]
+        with _TensorsForNumbers(settings):
+            change(parameter, grad, state, *of, settings, [*layout, length], dtype)
+        return [*parameter, *state]
+
+    def traced(first: Tensor, *tensors: Tensor) -> list[Tensor]:
+        nonlocal place
+        place = first
+        return compat_trace.functionalized(update)(*tensors)
+
+    def quantized(value: Tensor, draws: Tensor, *form: Any) -> list[Tensor]:
+        return encode(value.reshape(-1), form_of(*form), draws, place, by=arithmetic)
+
+    def example() -> list[Tensor]:
+        return [torch.empty((), dtype=torch.int32),
+                *(torch.empty(() if size is None else (size,), dtype=kind) for size, kind in shapes),
+                *(torch.empty((), dtype=kind) for _, kind in numbers)]
+
+    with compat_trace.real_tensors():
+        module = compat_trace.traced_as_compiled(traced, example, {
+            **compat_inductor.decompositions(), QUANTIZE: quantized, DEQUANTIZE: whole_value,
+            torch.ops.aten.dequantize.self: lambda value: value})
+        return compat_inductor.compile_graph(module, stores=True)[0]
+
+
+COMPILED_UPDATE = torch.ops.memopt.compiled_update.default

@@ -1,0 +1,55 @@
+"""Updates of low-precision parameters by kernels that Inductor makes: the eager code's numbers."""
+
+import pytest
+import torch
+
+import memopt_compile as memopt
+from memopt_compile import optim, slab_kernels
+from memopt_compile.optim.one_operator import KEPT, quantized_update
+from memopt_compile.slab_kernels import compiled_update
+
+pytestmark = pytest.mark.inductor
+ELEMENTS = 2 * slab_kernels.ELEMENTS + 2048 + 77  # two slabs, a block and a part of one
+
+
+def given(bits, make, kept=False, **settings):
+    """Arguments of the operators, behind an eager step that has given the state some values."""
+    model = torch.nn.Linear(ELEMENTS, 1, bias=False)
+    memopt.quantize_parameters_(model, bits)
+    p, opt = model.weight, make(model.parameters())
+    p.grad = torch.randn(1, ELEMENTS)
+    opt.step()
+    state, group = opt.state[p], {**opt.param_groups[0], **settings}
+    betas = group.pop("betas", ())
+    numbers = {k: v for k, v in group.items() if isinstance(v, torch.Tensor)}
+    plain = {k: float(v) for k, v in group.items() if isinstance(v, bool | int | float)}
+    names = [name for name in state if isinstance(state[name], torch.Tensor) and name not in KEPT]
+    keys = [*("betas" for _ in betas), *plain, *(f"{name}*" for name in numbers)]
+    grad = [state[name] for name in KEPT] if kept else [torch.randn(1, ELEMENTS)]
+    return (list(p.parts), grad, [state[n] for n in names], f"{type(opt).__name__} _update_in_slabs",
+            " ".join(names), " ".join(keys), [*betas, *plain.values()], list(numbers.values()),
+            [p.form.bits, p.form.block, p.form.seed, 1, ELEMENTS], p.dtype)
+
+
+@pytest.mark.parametrize(("bits", "make", "kept"), [
+    (10, lambda p: optim.AdamW(p, state_bits=4, amsgrad=True), False),
+    (12, lambda p: optim.SGD(p, lr=0.1, momentum=0.9, state_bits=8, gradient_bits=8), True)])
+@torch.no_grad()
+def test_it_is_the_eager_update(bits, make, kept):
+    torch.manual_seed(0)
+    args = given(bits, make, kept, weight_decay=torch.tensor(0.02, dtype=torch.float64))
+    torch.compiler.reset()
+    for expected, got in zip(quantized_update(*args), compiled_update(*args), strict=True):
+        if got.dtype == torch.float32:
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+        elif got.dtype == torch.uint8:
+            assert (got != expected).double().mean() < 1e-3
+        else:
+            assert torch.equal(got, expected)
+    made = slab_kernels._kernel.cache_info().misses
+    args[7][0].mul_(0.5)  # as a schedule does
+    smaller = compiled_update(*args)
+    assert slab_kernels._kernel.cache_info().misses == made
+    args[7][0].zero_()
+    assert any((a != b).any() for a, b in zip(smaller, compiled_update(*args), strict=True))
+    assert slab_kernels._kernel.cache_info().misses == made + 1, "without a weight decay"
