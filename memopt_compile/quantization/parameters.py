@@ -195,8 +195,8 @@ def _where(func: Any, condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
 
 
 def _of_its_shape(func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`zeros_like` and the like ask for no values: a plain tensor, and nothing is decoded."""
-    like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+    """`zeros_like` and the like ask for no values: a plain tensor, or a fake one, and nothing is decoded."""
+    like = self.parts[0].new_empty((), dtype=self.dtype).expand(self.shape)
     if kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs["memory_format"] = torch.contiguous_format
     return func(like, *args, **kwargs)

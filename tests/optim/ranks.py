@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -58,7 +59,10 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
 def _together(count: int, folder: Path, function: Callable, args: tuple) -> list[Any]:
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        torch.multiprocessing.spawn(_rank, (count, place, function, args), nprocs=count)
+        # From a process that has imported what takes each of them five seconds.
+        multiprocessing.set_forkserver_preload(["memopt_compile.driver", "torch._inductor.compile_fx"])
+        torch.multiprocessing.start_processes(_rank, (count, place, function, args), nprocs=count,
+                                              start_method="forkserver")
     except Exception as error:
         said = [f"{path.name}:\n{path.read_text()}" for path in sorted(place.glob("rank *"))]
         raise AssertionError("\n".join([*said, str(error)[-2000:]])) from None
