@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 .ci/setup test
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the workers share the cores
 exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -1,8 +1,20 @@
-"""For every test: property tests draw the same examples each time, so that CI needs no luck, and
-what is measured stays out of the user's cache."""
+"""For every test: property tests draw the same examples each time, so that CI needs no luck, what is
+measured stays out of the user's cache, and the garbage collector leaves alone what imports have made.
+
+It would go through a million objects of torch's again and again, a quarter of the time of all tests.
+"""
+
+import gc
 
 import pytest
+import torch._inductor.compile_fx  # noqa: F401  (what the first compilation imports)
 from hypothesis import settings
+
+import memopt_compile.driver  # noqa: F401
+
+gc.collect()
+gc.freeze()
+gc.set_threshold(10_000, 10, 20)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

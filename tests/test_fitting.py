@@ -29,8 +29,7 @@ def training(branches: bool = False, layers: int = 1):
     return step, (torch.randn(12, 6), torch.randint(4, (12,)))
 
 
-@pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("multiple_of", [1, 10])
+@pytest.mark.parametrize(("branches", "multiple_of"), [(False, 1), (True, 10)])
 def test_fits_and_the_next_does_not(branches, multiple_of):
     step, args = training(branches)
     lines: list[str] = []

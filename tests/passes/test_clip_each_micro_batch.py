@@ -114,7 +114,8 @@ def test_max_norm_is_of_each_micro_batch(settings, same):
 def test_gradients_of_one_backward_may_be_changed(clip, same):
     equal(apart(clip), algorithm_2(clip=same), accumulating)
     equal(folding_itself(clip), algorithm_2(clip=same), plain)
-    equal(folding_itself(clip), algorithm_2(clip=same), captured)
+    if same in (each_as_torch, values):  # by norms, and by values
+        equal(folding_itself(clip), algorithm_2(clip=same), captured)
 
 
 @pytest.mark.parametrize("way", ["plain", "captured"])
