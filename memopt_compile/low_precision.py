@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat
+from . import compat_trace
 from .errors import QuantizationError
 from .quantization.formats import LINEAR, Linear
 from .quantization.linear import TOGETHER
@@ -122,7 +122,7 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("is in low precision already", "call memopt.dequantize_parameters_ first")
     if is_lazy(p) or p.device.type == "meta":
         raise refuse("has no values yet", "run the model once, or load its weights, first")
-    fake = isinstance(p.data, compat.FakeTensor)  # of a model to be planned, which has no values
+    fake = compat_trace.is_fake(p.data)  # of a model to be planned, which has no values
     if not (fake or type(p.data) is Tensor) or p.layout is not strided:
         raise refuse("is no ordinary dense tensor", "convert the model before it is wrapped or sharded")
     if p.is_complex():
