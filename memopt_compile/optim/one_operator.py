@@ -54,7 +54,7 @@ def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | Non
     new = torch.ops.memopt.quantized_update(
         [p] if moves else [], kept if grad is None else [grad], [state[name] for name in names],
         f"{type(optimizer).__name__} {method}", " ".join(names), " ".join(keys), values, numbers,
-        [form.bits, form.block, -1 if form.seed is None else form.seed, *p.shape], p.dtype)
+        [form.bits, form.block, -1 if form.seed is None else form.seed, form.first, *p.shape], p.dtype)
     for old, made in zip([p, *(state[n] for n in names)] if moves else [state[n] for n in names], new):
         old.copy_(made)
 
@@ -64,11 +64,11 @@ def quantized_update(parameter: list[Tensor], grad: list[Tensor], state: list[Te
                      names: str, keys: str, values: list[float], numbers: list[Tensor],
                      layout: list[int], dtype: torch.dtype) -> list[Tensor]:
     """The new parts of the parameter, if they are given, and the new states."""
-    bits, block, seed, *size = layout
+    bits, block, seed, first, *size = layout
     algorithm, name = method.split()
     parts, states = [part.clone() for part in parameter], [each.clone() for each in state]
     like = parts or [torch.empty(0, dtype=torch.uint8, device=state[0].device)] * 4
-    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed), size, dtype)
+    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed, first), size, dtype)
     optimizer = object.__new__(getattr(sys.modules[__package__], algorithm))  # methods, and no state
     found = dict(zip(names.split(), states))
     if len(grad) != 1:

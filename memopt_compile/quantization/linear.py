@@ -38,6 +38,7 @@ def encode(value: Tensor, form: Linear, draws: Any = 0, first: int = 0) -> list[
     scales = torch.where(scales.isfinite(), scales, float("nan"))
     codes = (blocks / torch.where(scales == 0, 1.0, scales) * most).round().clamp(-most, most)
     if form.seed is not None:
+        first += form.first
         places = torch.arange(first, first + blocks.numel(), dtype=torch.int32, device=value.device)
         drawn = noise(places, form.seed, draws).view(blocks.shape)
         near = codes / most * scales

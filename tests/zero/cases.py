@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memopt_compile as memopt
 from memopt_compile import records
-from memopt_compile.collectives import is_collective
+from memopt_compile.collectives import is_collective, whole_bytes
 from memopt_compile.step_graph import op_name
 
 ROWS = 4  # samples a rank and step
@@ -120,6 +120,8 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
     record = records.compilations(step.__code__)[-1]
     return {"losses": losses, "parameters": parameters, "kind": record.kind,
             "reason": record.reason, "calls": calls(record), "sent": sent(record),
+            "gathered_bytes": sum(whole_bytes(n) for n in record.step.computing()
+                                  if is_collective(n) and "all_gather" in op_name(n)),
             "predicted": record.predicted_peak_bytes,
             "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes
                          for x, y in batches(rank, ranks, dtype, measured)],
