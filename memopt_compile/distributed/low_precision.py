@@ -35,10 +35,10 @@ from ..quantization.parameters import LowPrecisionTensor, encoded, register
 from .storage import Kept, window
 
 
-def rows_of(p: LowPrecisionTensor, rows: Tensor, start: int, mesh: Any) -> LowPrecisionTensor:
-    """`rows`, those from row `start` of the decoded `p`, in the format of `p`, and with its draws as the
-    first rank has them."""
-    draws = distribute_tensor(p.draws, mesh, [Replicate()]).to_local()
+def rows_of(p: LowPrecisionTensor, rows: Tensor, start: int, mesh: Any, draws: Tensor) -> LowPrecisionTensor:
+    """`rows`, those from row `start` of the decoded `p`, in the format of `p`, and with `draws` as the first
+    rank has them."""
+    draws = distribute_tensor(draws, mesh, [Replicate()]).to_local()
     form = grouped(p.form, _most(p, mesh))._replace(first=start * math.prod(p.shape[1:]))
     return encoded(rows, form, draws)
 

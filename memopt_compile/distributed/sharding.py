@@ -106,7 +106,9 @@ def _sharded(p: Tensor, trained: bool, name: str, mesh: Any, replicas: Any, all_
     low = isinstance(p, LowPrecisionTensor)
     given = distribute_tensor(_of_the_first(p.dequantize() if low else p, replicas), mesh, [placement])
     start, kept = _start(given), []
-    rows = low_precision.rows_of(p, given.to_local(), start, mesh) if low else given.to_local()
+    rows = given.to_local()
+    if low:
+        rows = low_precision.rows_of(p, rows, start, mesh, _of_the_first(p.draws, replicas))
     if stage < 3 and p.dim():
         if low:
             rows, kept = low_precision.windows(rows, p, mesh)
