@@ -100,7 +100,8 @@ def explain_layers(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]
             do="choose deeper ones if all layers are alike, or plan the whole step by memopt.explain")
     last, more = reports[depths[-1]], layers - depths[-1]
     at_peak = {name: size + more * a_layer[name] for name, size in last.memory.at_peak.items()}
-    resident = sum(last.inputs.values()) + more * sum(a_layer[name] for name in last.inputs)
+    inputs, before = (sum(reports[depth].inputs.values()) for depth in (depths[-1], depths[-2]))
+    resident = inputs + more * (inputs - before)  # gradients that are none of the inputs are at the peak
     return LayeredReport(layers, sum(at_peak.values()), resident, at_peak, a_layer, reports,
                          time.perf_counter() - start)
 

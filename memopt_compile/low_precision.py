@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat_trace
+from .distributed.storage import storage_of
 from .errors import QuantizationError
 from .quantization.formats import LINEAR, Linear
 from .quantization.linear import TOGETHER
@@ -64,10 +65,16 @@ def dequantize_parameters_(model: nn.Module) -> nn.Module:
 
     Like `quantize_parameters_` it makes new ones. A model without low-precision parameters stays
     as it is.
+
+    Raises:
+        QuantizationError: a parameter is sharded. The model is as it was.
     """
     slots = _slots(model)
     made: dict[int, nn.Parameter] = {}
-    for _, _, _, p in slots:
+    for name, _, _, p in slots:
+        if storage_of(p) is not None:
+            raise _error(f"parameter {name!r} is sharded", "memopt.dequantize_parameters_",
+                         "load what state_dict() gives, which are values, into an ordinary model")
         if isinstance(p, LowPrecisionTensor) and id(p) not in made:
             made[id(p)] = _in_place_of(p, p.detach().dequantize())
     _replace(slots, made)

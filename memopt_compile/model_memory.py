@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .collectives import is_collective
+from .collectives import is_collective, is_wait
 from .compat_trace import hinted
 from .liveness import Lifetimes, Timeline, lifetimes, live_bytes
 from .optim.low_bit import GRADIENT
@@ -110,9 +110,10 @@ def kinds_of_values(step: StepGraph, life: Lifetimes) -> dict[fx.Node, str]:
 def _kind(step: StepGraph, node: fx.Node, gradients: Container[fx.Node], parameters: Container[fx.Node]) -> str:
     if node in gradients:
         return KINDS[Role.GRADIENT]
-    if is_collective(node) and op_name(node).startswith("all_gather"):
+    launch = node.args[0] if node.target is operator.getitem else node
+    if is_collective(launch) and op_name(launch).startswith("all_gather"):
         return GATHERED
-    if node.target is DEQUANTIZE and all(a in parameters for a in node.all_input_nodes):
+    if node.target is DEQUANTIZE and all(a in parameters or is_wait(a) for a in node.all_input_nodes):
         return DECODED
     return ACTIVATIONS if step.phase(node) is Phase.FORWARD else TEMPORARIES
 

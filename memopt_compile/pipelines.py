@@ -30,6 +30,7 @@ from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
 from .passes.plan_memory import PlanMemory
+from .passes.prefetch_gathers import PrefetchGathers
 from .passes.recompute import Recompute
 from .passes.reduce_once import ReduceOnce
 from .passes.release_gradients import ReleaseGradients
@@ -117,6 +118,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (eager, ReuseBuffers),
         # Copies to and from the host go on beside other work, as far as the budget has room.
         (held and options.offload, partial(OverlapTransfers, limit_bytes, device)),
+        # So does what ranks gather: the next parameter comes while this layer computes.
+        (held and options.zero == 3, partial(PrefetchGathers, limit_bytes)),
         # What few bits cannot hold has the step taken back, before it has written anything.
         (held and options.compress is not None, CheckFinite),
     ]

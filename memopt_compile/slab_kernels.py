@@ -69,7 +69,7 @@ def compiled_update(parameter: list[Tensor], grad: list[Tensor], state: list[Ten
     written = kinds[:len(parameter)] + kinds[len(parameter) + len(grad):]
     for first in some(range(0, count, length)):
         here = min(length, count - first)
-        made = kernel([place.fill_(first), *(kind.filled(kind.cut(t, first, here), length)
+        made = kernel([place.fill_(p.form.first + first), *(kind.filled(kind.cut(t, first, here), length)
                                              for kind, t in zip(kinds, given)), *numbers])
         for kind, tensor, part in zip(written, new, made):
             into = kind.cut(tensor, first, here)
@@ -149,7 +149,7 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
         settings = [t if other else 0.0 for t, (other, _) in zip(tensors[len(shapes):], numbers)]
         parameter, grad, state = given[:parts], given[parts:parts + grads], given[parts + grads:]
         with _TensorsForNumbers(settings):
-            change(parameter, grad, state, *of, settings, [*layout, length], dtype)
+            change(parameter, grad, state, *of, settings, [*layout, 0, length], dtype)
         return [*parameter, *state]
 
     def traced(first: Tensor, *tensors: Tensor) -> list[Tensor]:

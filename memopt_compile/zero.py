@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import compat, compat_trace
 from .distributed import agreement
 from .distributed.lost import naming_the_lost
-from .distributed.storage import Storage, note, refresh, storage_of
+from .distributed.storage import Kept, Storage, note, refresh, storage_of
 from .errors import MemoptError, OptionError, RankError
 from .options import Options
 from .records import Compilation
@@ -59,21 +59,25 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
 def add_wholes(step: StepGraph, origin: Origin) -> list[Storage]:
     """Give `step` the whole parameters that are kept beside their rows as inputs behind its own."""
     inputs, windows, storages = list(step.inputs), [], []
+    left: dict[int, list[Kept]] = {}  # of each parameter, what is kept of its further tensors
     for i, node in enumerate(step.placeholders):
         index = compat.input_descriptor_index(node)
         storage = storage_of(origin[index][1]) if index is not None else None
-        value = node.meta.get("val")
-        if storage is None or storage.full is None or not isinstance(value, torch.Tensor):
+        if storage is None or not storage.kept:
             continue
-        whole = _input(step, f"whole_{node.name}", value.fake_mode.from_tensor(
-            storage.full, static_shapes=True))
+        if index not in left:
+            left[index] = list(storage.kept)
+            storages.append(storage)
+        if not left[index]:
+            continue  # the draws of one in low precision
+        kept = left[index].pop(0)
+        whole = _input(step, f"whole_{node.name}", node.meta["val"].fake_mode.from_tensor(
+            kept.full, static_shapes=True))
         inputs.append(Input(whole.name, Role.PARAMETER, inputs[i].label,
                             nbytes(whole.meta["val"]), inputs[i].trained))
         inputs[i] = replace(inputs[i], nbytes=0)  # they are a part of the whole
-        ranks = storage.mesh.size()
-        windows.append(Window(node.name, whole.name, storage.start, -(-len(storage.full) // ranks),
-                              ranks, storage.mesh.get_group().group_name))
-        storages.append(storage)
+        windows.append(Window(node.name, whole.name, kept.start, kept.each, storage.mesh.size(),
+                              storage.mesh.get_group().group_name))
     step.inputs, step.windows = tuple(inputs), tuple(windows)
     return storages
 
@@ -125,7 +129,7 @@ def with_wholes(run: Callable[[list], Any], storages: list[Storage]) -> Callable
     """`run`, a boxed callable, given the whole parameters behind its other inputs."""
 
     def run_with_wholes(inputs: list) -> Any:
-        inputs.extend(storage.full for storage in storages)
+        inputs.extend(kept.full for storage in storages for kept in storage.kept)
         return run(inputs)
 
     run_with_wholes._boxed_call = True  # type: ignore[attr-defined]

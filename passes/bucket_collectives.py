@@ -88,7 +88,7 @@ def _side_by_side(step: StepGraph, buckets: list[list[fx.Node]]) -> list[fx.Node
     """Rule 4: the order with each bucket in one place, and right behind it what it has kept waiting."""
     before = predecessors(step, free=tuple(Phase))
     early = {bucket[0]: bucket for bucket in buckets
-             if bucket[0].target is GATHER and all(map(_inputs_only, bucket))}
+             if bucket[0].target is GATHER and None not in map(_makers, bucket)}
     late = {bucket[-1]: bucket for bucket in buckets if bucket[0] not in early}
     moved = {n for bucket in late.values() for n in bucket[:-1]}
     order: dict[fx.Node, None] = {}
@@ -124,17 +124,13 @@ def _join(step: StepGraph, bucket: list[fx.Node]) -> None:
             step.replace(node, step.call(node, operator.getitem, launch, i))
 
 
-def _makers(launch: fx.Node) -> list[fx.Node]:
-    """What makes the operand of `launch`, operands first."""
-    found, stack = [], [launch.args[0]]
-    while stack:
-        node = stack.pop()
-        if node.op != "placeholder":
-            found.append(node)
-            stack += node.all_input_nodes
+def _makers(launch: fx.Node) -> list[fx.Node] | None:
+    """The chain of operators that makes the operand of `launch` from an input, so that it can stand
+    anywhere; None if there is none."""
+    found, node = [], launch.args[0]
+    while node.op != "placeholder":
+        if len(node.all_input_nodes) != 1 or is_collective(node):
+            return None
+        found.append(node)
+        node = node.all_input_nodes[0]
     return found[::-1]
-
-
-def _inputs_only(launch: fx.Node) -> bool:
-    """Whether a chain of operators makes the operand of `launch` from an input: it can stand anywhere."""
-    return all(len(n.all_input_nodes) == 1 and not is_collective(n) for n in _makers(launch))

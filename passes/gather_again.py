@@ -1,7 +1,7 @@
 """Gather parameters for backward a second time, instead of holding them from forward (ZeRO 3).
 
 1. A gathered parameter is the result of an ``all_gather`` of this rank's rows in forward, with its
-   wait, the views of it, and what is nothing but it in another type or layout.
+   wait, the views of it, and what is nothing but it in another type or layout, or decoded.
 2. Each one that backward reads is gathered again right before its first reader there.
 3. Not so if nothing else is gathered between its last reader in forward and its first in backward:
    the parameters of the last layer are used again at once.
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from memopt_compile.collectives import waits_of
+from memopt_compile.quantization.operators import DEQUANTIZE
 from memopt_compile.recomputing import recompute
 from memopt_compile.step_graph import Phase, Role, StepGraph, aliased_args, mutated_args
 from memopt_compile.step_pass import StepPass
@@ -78,5 +79,5 @@ def _gathered(step: StepGraph, launch: fx.Node) -> list[fx.Node]:
     found = list(waits_of(launch))
     for value in found:  # which grows
         found += [u for u in value.users if u not in found and step.phase(u) is Phase.FORWARD
-                  and (aliased_args(u) or u.target in SAME_VALUES) and not mutated_args(u)]
+                  and (aliased_args(u) or u.target in (*SAME_VALUES, DEQUANTIZE)) and not mutated_args(u)]
     return found

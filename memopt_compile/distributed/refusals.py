@@ -13,6 +13,7 @@ from .. import compat_trace
 from ..errors import OptionError, RankError
 from ..optim.base import Optimizer
 from ..optim.factors import FactoredOptimizer
+from ..quantization.parameters import LowPrecisionTensor
 from . import agreement
 from .storage import storage_of
 
@@ -55,7 +56,8 @@ def _description(model: nn.Module, opt: torch.optim.Optimizer, stage: int) -> li
     settings = [{name: float(value) if isinstance(value, Tensor) else value
                  for name, value in group.items() if name != "params"} for group in opt.param_groups]
     return [f"stage {stage}", f"{type(opt).__name__} {settings}",
-            *(f"{name} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'} in "
+            *(f"{name} {tuple(p.shape)} {p.dtype} {getattr(p, 'form', '')} "
+              f"{'trained' if p.requires_grad else 'frozen'} in "
               f"group {place.get(id(p))}" for name, p in model.named_parameters())]
 
 
@@ -115,7 +117,7 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
         if isinstance(p, DTensor):
             raise _refusal(f"{name} is a DTensor with placements {tuple(p.placements)}",
                            "shard plain parameters: other placements are not in this version")
-        if type(p) not in (nn.Parameter, Tensor) and not compat_trace.is_fake(p):
+        if type(p) not in (nn.Parameter, Tensor, LowPrecisionTensor) and not compat_trace.is_fake(p):
             raise _refusal(f"{name} is a {type(p).__name__}", "give it its values before, and no "
                            "storage format of its own")
         if not p.is_meta and p.device.type != mesh.device_type:

@@ -31,8 +31,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..optim.base import Optimizer
 from ..optim.low_bit import compressed, expanded
 from ..optim.shards import Rows
+from ..quantization.parameters import LowPrecisionTensor
+from . import low_precision
 from .refusals import check
-from .storage import Storage, remember
+from .storage import Storage, remember, window
 
 
 def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int = 3) -> None:
@@ -67,14 +69,16 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
                 continue
             if p not in made:
                 path_of_p = f"{path}.{name}" if path else name
-                made[p] = _sharded(_of_the_first(module._parameters[name].detach(), replicas),
-                                   p.requires_grad, path_of_p, shard, mesh, stage)
+                made[p] = _sharded(module._parameters[name].detach(), p.requires_grad, path_of_p, shard,
+                                   replicas, mesh, stage)
                 _replace(opt, p, made[p], replicas)
             module._parameters[name] = made[p]
             names.append(name)
-        del given
         if names:
             module.__class__ = reading(type(module), tuple(names))
+        if any(isinstance(p, LowPrecisionTensor) for p in given.values()):
+            module.register_state_dict_post_hook(low_precision.saved)
+        del given
 
 
 def _materialize(module: nn.Module, mesh: Any) -> None:
@@ -96,22 +100,29 @@ def _of_the_first(value: Tensor, replicas: Any) -> Tensor:
     return value if replicas is None else distribute_tensor(value, replicas, [Replicate()]).to_local()
 
 
-def _sharded(p: Tensor, trained: bool, name: str, mesh: Any, all_ranks: Any, stage: int) -> nn.Parameter:
+def _sharded(p: Tensor, trained: bool, name: str, mesh: Any, replicas: Any, all_ranks: Any,
+             stage: int) -> nn.Parameter:
     placement = Shard(0) if p.dim() else Replicate()
-    given = distribute_tensor(p, mesh, [placement])
-    rows, start, full = given.to_local(), _start(given), None
+    low = isinstance(p, LowPrecisionTensor)
+    given = distribute_tensor(_of_the_first(p.dequantize() if low else p, replicas), mesh, [placement])
+    start, kept = _start(given), []
+    rows = given.to_local()
+    if low:
+        rows = low_precision.rows_of(p, rows, start, mesh, _of_the_first(p.draws, replicas))
     if stage < 3 and p.dim():
-        full = torch.empty(p.shape, dtype=p.dtype, device=rows.device)
-        # A window without being a view: autograd and Dynamo see a tensor of its own.
-        window = torch.empty(0, dtype=p.dtype, device=rows.device).set_(
-            full.untyped_storage(), start * full.stride(0), rows.shape, full.stride())
-        window.copy_(rows)
-        rows = window
+        if low:
+            rows, kept = low_precision.windows(rows, p, mesh)
+        else:
+            kept = [window(rows, start, -(-len(p) // mesh.size()), len(p))]
+            rows = kept[0].rows
+    if low or kept:
         given = DTensor.from_local(rows, mesh, [placement], run_check=False, shape=p.shape,
-                                   stride=full.stride())
+                                   stride=given.stride())
     new = nn.Parameter(given, requires_grad=trained)
     with torch.no_grad():  # so that it is the tensor inside, and no view that autograd follows
-        remember(Storage(name, stage, mesh, all_ranks, weakref.ref(new), new.to_local(), start, full))
+        here = new.to_local()
+    kept = [each._replace(rows=part) for each, part in zip(kept, here.parts if low else [here])]
+    remember(Storage(name, stage, mesh, all_ranks, weakref.ref(new), kept))
     return new
 
 

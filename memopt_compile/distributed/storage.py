@@ -2,34 +2,45 @@
 
 In every stage the parameter that the optimizer updates is a DTensor, and this rank has its rows. In
 stage 3 that is all there is of it between steps. In stages 1 and 2 every rank also keeps the whole
-value, `full`, and its own rows are a window into it: they are stored once. A step that is compiled
-updates the window and then gathers the rows of all ranks into `full`.
+value, and its own rows are a window into it: they are stored once. A step that is compiled
+updates the window and then gathers the rows of all ranks into the whole.
 
 Code that is not compiled knows nothing of that. It reads the rows, and gathers them at every use, so
 that it is always right; and if it writes to them (an update in eager, a checkpoint loaded), the rows
-of the other ranks in `full` are old. `refresh` sees that by versions: of the parameter, which counts
+of the other ranks in the whole are old. `refresh` sees that by versions: of the parameter, which counts
 what is done to the DTensor, and of the rows, which counts what is done to the tensor inside it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 
+class Kept(NamedTuple):
+    """A tensor that every rank has whole (stages 1 and 2). This rank's `rows` are a window into `full` from
+    its row `start` on, and each rank has `each` of them; the last ones may have fewer, or none."""
+
+    rows: Tensor
+    full: Tensor
+    start: int
+    each: int
+
+
 @dataclass
 class Storage:
-    """How one parameter is kept: `rows` are this rank's, from row `start` of the whole.
+    """How one parameter is kept.
 
     `mesh` has the ranks that share it. `all_ranks` is the mesh that `shard_` was given: the same, or
     one that has replicas of those in its first dimension.
-    `full` is the whole value where it is kept (stages 1 and 2), and agrees with the rows of all
-    ranks as long as `versions` are those of parameter and rows.
+    `kept` has what is whole here: the parameter, or in low precision each part of it. It agrees with the
+    rows of all ranks as long as `versions` are those of parameter and rows.
     """
 
     name: str
@@ -37,13 +48,11 @@ class Storage:
     mesh: Any
     all_ranks: Any
     parameter: weakref.ref
-    rows: Tensor
-    start: int
-    full: Tensor | None = None
-    versions: tuple[int, int] = (-1, -1)
+    kept: Sequence[Kept] = ()
+    versions: tuple[int, ...] = ()
 
-    def now(self) -> tuple[int, int]:
-        return self.parameter()._version, self.rows._version
+    def now(self) -> tuple[int, ...]:
+        return self.parameter()._version, *(each.rows._version for each in self.kept)
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Storage
@@ -59,7 +68,7 @@ def storage_of(parameter: Any) -> Storage | None:
 
 
 def refresh(storages: list[Storage]) -> None:
-    """Gather the rows of all ranks into `full`, of those that were written since they agreed.
+    """Gather the rows of all ranks into the whole, of those that were written since they agreed.
 
     Every rank has to come here with the same parameters: what writes to them writes on all ranks.
     """
@@ -70,17 +79,26 @@ def refresh(storages: list[Storage]) -> None:
 
 
 def note(storages: list[Storage]) -> None:
-    """`full` agrees with the rows of all ranks as they are now."""
+    """The whole agrees with the rows of all ranks as they are now."""
     for storage in storages:
         storage.versions = storage.now()
 
 
+def window(rows: Tensor, start: int, each: int, total: int) -> Kept:
+    """`rows` in the memory of a whole of `total` rows. A window without being a view: autograd and Dynamo
+    see a tensor of its own."""
+    full = torch.zeros((total, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    part = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(
+        full.untyped_storage(), start * full.stride(0), rows.shape, full.stride())
+    return Kept(part.copy_(rows), full, start, each)
+
+
 def _gather(storage: Storage) -> None:
-    """Bring the rows of all ranks into `full`."""
-    full, ranks = storage.full, storage.mesh.size()
-    each = -(-full.shape[0] // ranks)  # rows a rank; the last ranks may have fewer, or none
-    mine = storage.rows.new_zeros((each, *full.shape[1:]))
-    mine[:storage.rows.shape[0]].copy_(storage.rows.detach())
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
-    torch.distributed.all_gather(parts, mine, group=storage.mesh.get_group())
-    full.copy_(torch.cat(parts)[:full.shape[0]])
+    """Bring the rows of all ranks into what is kept whole."""
+    ranks = storage.mesh.size()
+    for rows, full, _, each in storage.kept:
+        mine = rows.new_zeros((each, *full.shape[1:]))
+        mine[:rows.shape[0]].copy_(rows.detach())
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        torch.distributed.all_gather(parts, mine, group=storage.mesh.get_group())
+        full.copy_(torch.cat(parts)[:full.shape[0]])

@@ -73,8 +73,10 @@ class Accumulating(Optimizer):
         if first and "step" in state:
             state["step"].add_(1)
         state["folded"] = True  # no count: capture traces a loop once whose rounds are alike
-        if one_operator.applies(self, p, group):
-            one_operator.apply(self, "_fold_in_slabs", p, grad, state, {**group, "first": first}, moves=False)
+        here = self.shards.local(p)
+        if one_operator.applies(self, here, group):
+            one_operator.apply(self, "_fold_in_slabs", here, self.shards.local(grad), state,
+                               {**group, "first": first}, moves=False)
         elif self.elementwise:
             self._fold_in_slabs(p, grad, state, {**group, "first": first})
         else:
@@ -102,8 +104,9 @@ class Accumulating(Optimizer):
                 if p.grad is not None:
                     self._fold_and_free(p, p.grad, group)
                 del state["folded"]
-                if one_operator.applies(self, p, group):
-                    one_operator.apply(self, "_apply_in_slabs", p, None, state, group)
+                here = self.shards.local(p)
+                if one_operator.applies(self, here, group):
+                    one_operator.apply(self, "_apply_in_slabs", here, None, state, group)
                 elif self.elementwise:
                     self._apply_in_slabs(p, None, state, group)
                 else:

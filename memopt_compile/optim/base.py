@@ -188,8 +188,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def first_state(self, p: Tensor, group: Options) -> State:
         """`new_state`, with what random rounding and 24 bits need."""
-        form, low = self.weight_format(p, group), isinstance(p, LowPrecisionTensor)
         p = self.shards.local(p) if self.elementwise else p
+        form, low = self.weight_format(p, group), isinstance(p, LowPrecisionTensor)
         like = p if form is None and not low else torch.empty_like(p, dtype=precise(p))
         state = self.new_state(like, group)
         if low and group["gradient_bits"] != 32:
@@ -280,8 +280,9 @@ class Optimizer(torch.optim.Optimizer):
             state["step"].add_(1)
         if group["max_norm"] is not None:
             grad = self.clip(grad, p, group["max_norm"])
-        if one_operator.applies(self, p, group):
-            one_operator.apply(self, "_update_in_slabs", p, grad, state, group)
+        here = self.shards.local(p)
+        if one_operator.applies(self, here, group):
+            one_operator.apply(self, "_update_in_slabs", here, self.shards.local(grad), state, group)
         else:
             (self._update_in_slabs if self.elementwise else self.update)(p, grad, state, group)
 

@@ -55,7 +55,7 @@ class LowPrecisionGradients(Optimizer):
         """
         return Handles([p.register_post_accumulate_grad_hook(partial(self._hook, index))
                         for index, group in enumerate(self.param_groups) for p in group["params"]
-                        if isinstance(p, LowPrecisionTensor) and group["gradient_bits"] != 32])
+                        if isinstance(self.shards.local(p), LowPrecisionTensor) and group["gradient_bits"] != 32])
 
     @torch.no_grad()
     def _hook(self, index: int, p: Tensor) -> None:
@@ -68,6 +68,7 @@ class LowPrecisionGradients(Optimizer):
         state = self.state[p]
         group = {**group, "first": not state.get("folded", False)}
         state["folded"] = True
+        p, grad = self.shards.local(p), self.shards.local(grad)
         if one_operator.applies(self, p, group):
             one_operator.apply(self, one_operator.ADD, p, grad, state, group,
                                changes=[GRADIENT, f"{GRADIENT}_scale", DRAWS], moves=False)
@@ -99,6 +100,7 @@ class LowPrecisionGradients(Optimizer):
     def _kept(self, p: Tensor, state: State, group: Options) -> Tensor | None:
         """The sum: None where an operator that has the state reads it there, a slab at a time."""
         whole = group["skip_nonfinite"] or group["max_norm"] is not None
+        p = self.shards.local(p)
         if one_operator.applies(self, p, group) and not whole:
             return None
         return read(state, GRADIENT, p, None, self.formats(p, group))

@@ -65,15 +65,16 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give every loaded tensor the type and the device that the state has in this optimizer."""
     for group, p, saved, new in saved_parameters(optimizer, state_dict):
-        formats = optimizer.formats(optimizer.shards.local(p), group)
+        here = optimizer.shards.local(p)
+        formats = optimizer.formats(here, group)
         if CORRECTION in new:
             saved.setdefault(CORRECTION, torch.zeros(p.numel(), dtype=torch.int8))
         else:
             optimizer.state[p].pop(CORRECTION, None)
         if DRAWS in new:
-            saved.setdefault(DRAWS, p.draws.clone())
+            saved.setdefault(DRAWS, here.draws.clone())
         if GRADIENT in new:
-            saved.setdefault(GRADIENT, torch.zeros_like(p))
+            saved.setdefault(GRADIENT, torch.zeros_like(here))
         for name in {DRAWS, GRADIENT, f"{GRADIENT}_scale"} - new.keys() - formats.keys():
             optimizer.state[p].pop(name, None)
         for name, like in new.items():

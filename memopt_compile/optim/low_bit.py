@@ -65,7 +65,7 @@ def beside(name: str, form: Format | Linear, p: LowPrecisionTensor) -> Format | 
     seed = p.form.seed
     if seed is not None:
         seed ^= OF_STATES.get(name, 0x70E3)
-    return form._replace(seed=seed, block=form.block if form.bits == 4 else p.form.block)
+    return form._replace(seed=seed, block=form.block if form.bits == 4 else p.form.block, first=p.form.first)
 
 
 def ranges(form: Form, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:
@@ -82,7 +82,7 @@ def read(state: State, name: str, p: Tensor, slab: Slab | None, formats: Formats
     """One slab of a moment: the state's own memory in full precision, else a copy."""
     if name not in formats:
         value = state[name]
-        if isinstance(p, LowPrecisionTensor) and value.dim():
+        if isinstance(p, LowPrecisionTensor) and name not in ("step", DRAWS):
             value = value.view(p.shape)  # it may have come as a vector
         return cut(value, slab)
     form = formats[name]
@@ -109,7 +109,7 @@ def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
     else:
         if isinstance(p, LowPrecisionTensor) and slab is None:
             draws = state[DRAWS] if DRAWS in state else state[f"{name}_scale"]  # nearest: not read
-            new = quantize(value, draws, form.map, form.bits, form.block, form.seed)
+            new = quantize(value, draws, form.map, form.bits, form.block, form.seed, form.first)
         else:
             first = 0 if slab is None else slab.start * math.prod(p.shape[1:])
             new = encode(value, form, state.get(DRAWS, 0), first)
@@ -177,7 +177,8 @@ def compressed(state: State, formats: Formats) -> State:
         if isinstance(form, Rounded):
             result[name] = state[name].reshape(-1).to(torch.bfloat16)
         else:
-            result[name], result[f"{name}_scale"] = encode(state[name], form._replace(seed=None))
+            made = encode(state[name], form._replace(seed=None))  # a part of whole blocks' memory
+            result[name], result[f"{name}_scale"] = (part.clone() for part in made)
     return result
 
 

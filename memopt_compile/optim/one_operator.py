@@ -54,7 +54,7 @@ def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | Non
     new = torch.ops.memopt.quantized_update(
         [p] if moves else [], kept if grad is None else [grad], [state[name] for name in names],
         f"{type(optimizer).__name__} {method}", " ".join(names), " ".join(keys), values, numbers,
-        [form.bits, form.block, -1 if form.seed is None else form.seed, *p.shape], p.dtype)
+        [form.bits, form.block, -1 if form.seed is None else form.seed, form.first, *p.shape], p.dtype)
     for old, made in zip([p, *(state[n] for n in names)] if moves else [state[n] for n in names], new):
         old.copy_(made)
 
@@ -85,9 +85,9 @@ def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys
             dtype: torch.dtype) -> tuple[Any, LowPrecisionTensor, dict[str, Any]]:
     """The optimizer, with methods and no state; the parameter, without values if no parts are given; and
     the settings."""
-    bits, block, seed, *size = layout
+    bits, block, seed, first, *size = layout
     like = parts or [torch.empty(0, dtype=torch.uint8, device=states[0].device)] * 4
-    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed), size, dtype)
+    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed, first), size, dtype)
     optimizer = object.__new__(getattr(sys.modules[__package__], method.split()[0]))
     return optimizer, p, _settings(keys.split(), values, numbers)
 

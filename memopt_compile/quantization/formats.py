@@ -39,6 +39,8 @@ class Format(NamedTuple):
     """Of a dynamic map. The points of another are at equal distances."""
     seed: int | None = None
     """By which it is rounded stochastically; None: to the nearest."""
+    first: int = 0
+    """The place of its first element in the whole, of which it may be this rank's part."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +72,8 @@ class Linear(NamedTuple):
     block: int = 2048
     seed: int | None = None
     """By which it is rounded stochastically; None: to the nearest."""
+    first: int = 0
+    """The place of its first element in the whole, of which it may be this rank's part."""
 
     @property
     def largest(self) -> int:
@@ -116,10 +120,10 @@ FORMATS = {
 LINEAR = {bits: Linear(bits) for bits in (8, 10, 12)}
 
 
-def form_of(map: str, bits: int, block: int, seed: int | None = None) -> Format | Linear:
+def form_of(map: str, bits: int, block: int, seed: int | None = None, first: int = 0) -> Format | Linear:
     """The format of these, as operators name it."""
     form = LINEAR[bits] if map == "linear" else FORMATS[bits, map == "signed"]
-    return form._replace(block=block, seed=seed)
+    return form._replace(block=block, seed=seed, first=first)
 
 
 def encode(value: Tensor, form: Format, draws: Any = 0, first: Any = 0,
@@ -141,7 +145,7 @@ def encode(value: Tensor, form: Format, draws: Any = 0, first: Any = 0,
     shares = blocks / torch.where(scales == 0, 1.0, scales)
     codes = (by or _faster()).codes(shares, form)
     if form.seed is not None:
-        drawn = noise(places_from(first, flat), form.seed, draws).view(shares.shape)
+        drawn = noise(places_from(first + form.first, flat), form.seed, draws).view(shares.shape)
         codes = _one_of_two(shares, codes, form, drawn, by or _faster())
     if form.bits == 4:
         codes = codes[:, 0] | (codes[:, 1] << 4)

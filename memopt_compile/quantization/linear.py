@@ -38,7 +38,7 @@ def encode(value: Tensor, form: Linear, draws: Any = 0, first: Any = 0) -> list[
     scales = torch.where(scales.isfinite(), scales, float("nan"))
     codes = (blocks / torch.where(scales == 0, 1.0, scales) * most).round().clamp(-most, most)
     if form.seed is not None:
-        drawn = noise(places_from(first, blocks), form.seed, draws).view(blocks.shape)
+        drawn = noise(places_from(first + form.first, blocks), form.seed, draws).view(blocks.shape)
         near = codes / most * scales
         others = (blocks - near).sign().add(codes).clamp(-most, most)
         codes = (others - codes).mul(moves(blocks, near, others / most * scales, drawn)).add(codes)

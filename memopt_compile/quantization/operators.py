@@ -24,14 +24,15 @@ ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
 
 @torch.library.custom_op("memopt::quantize", mutates_args=())
 def quantize(value: Tensor, draws: Tensor, map: str, bits: int, block: int,
-             seed: int | None) -> list[Tensor]:
-    """The parts of all elements in row-major order. `draws` is a 0-dim count: see `rounding.noise`."""
-    form = form_of(map, bits, block, seed)
+             seed: int | None, first: int = 0) -> list[Tensor]:
+    """The parts of all elements in row-major order. `draws` is a 0-dim count: see `rounding.noise`;
+    `first` the place of the first element."""
+    form = form_of(map, bits, block, seed, first)
     flat = value.reshape(-1)
     parts = _empty(value, form)
-    for first, length in slabs(form, flat.numel()):
-        made = encode(flat[first:first + length], form, draws, first, by=tables)
-        for part, new in zip(part_of(parts, form, first, length), made):
+    for start, length in slabs(form, flat.numel()):
+        made = encode(flat[start:start + length], form, draws, start, by=tables)
+        for part, new in zip(part_of(parts, form, start, length), made):
             part.copy_(new)
     return parts
 

@@ -113,9 +113,10 @@ class LowPrecisionTensor(Tensor):
                 f"device={self.device}, bits={self.form.bits}, group_size={self.form.block})")
 
 
-def encoded(value: Tensor, form: Linear, draws: int = 0) -> LowPrecisionTensor:
+def encoded(value: Tensor, form: Linear, draws: int | Tensor = 0) -> LowPrecisionTensor:
     """`value` in a format, rounded to the nearest: there is nothing yet that could be lost."""
-    count = torch.tensor(draws, dtype=torch.int64, device=value.device)
+    count = draws if isinstance(draws, Tensor) else torch.tensor(
+        draws, dtype=torch.int64, device=value.device)
     parts = quantize(value.detach(), count, form.map, form.bits, form.block, None)
     return LowPrecisionTensor([*parts, count], form, value.shape, value.dtype)
 
@@ -155,6 +156,13 @@ def _decode(func: Any, self: LowPrecisionTensor) -> Tensor:
 def _each_part(func: Any, self: LowPrecisionTensor, **kwargs: Any) -> LowPrecisionTensor:
     """The same tensor of the same memory (`detach`), or of a copy of it (`clone`)."""
     return self.like_this([func(part) for part in self.parts])
+
+
+def _view(func: Any, self: LowPrecisionTensor, size: Sequence[int]) -> Tensor:
+    """The same tensor as `_each_part`, if it has this size."""
+    if tuple(size) == tuple(self.shape):
+        return self.like_this([aten.alias(part) for part in self.parts])
+    return func(self.dequantize(), size)
 
 
 def _to(func: Any, self: LowPrecisionTensor, dtype: Any = None, device: Any = None,
@@ -206,6 +214,7 @@ _SPECIAL: dict[Any, Callable] = {
     aten.dequantize: _decode,
     aten.detach: _each_part,
     aten.alias: _each_part,
+    aten.view: _view,
     aten.clone: _each_part,
     aten._to_copy: _to,
     aten.copy_: _copy,

@@ -330,7 +330,7 @@ def test_an_update_holds_few_slabs_and_the_first_ones_tell_how_much(monkeypatch)
     state = opt.state[p]
     args = [list(p.parts), [p.grad], list(state.values()), "AdamW _update_in_slabs", " ".join(state),
             "lr betas betas eps weight_decay decoupled_weight_decay amsgrad state_bits gradient_bits maximize",
-            [0.01, 0.9, 0.999, 1e-8, 0.01, 1, 0, 8, 32, 0], [], [12, 2048, 0, elements], torch.float32]
+            [0.01, 0.9, 0.999, 1e-8, 0.01, 1, 0, 8, 32, 0], [], [12, 2048, 0, 0, elements], torch.float32]
     for scope in (few_slabs, contextlib.nullcontext):
         with scope(), torch.no_grad():
             measured = memopt.measure(one_operator.quantized_update, *args, resident=())

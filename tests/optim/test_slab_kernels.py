@@ -28,7 +28,7 @@ def given(bits, make, kept=False, **settings):
     grad = [state[name] for name in KEPT] if kept else [torch.randn(1, ELEMENTS)]
     return (list(p.parts), grad, [state[n] for n in names], f"{type(opt).__name__} _update_in_slabs",
             " ".join(names), " ".join(keys), [*betas, *plain.values()], list(numbers.values()),
-            [p.form.bits, p.form.block, p.form.seed, 1, ELEMENTS], p.dtype)
+            [p.form.bits, p.form.block, p.form.seed, 4096, 1, ELEMENTS], p.dtype)
 
 
 @pytest.mark.parametrize(("bits", "make", "kept"), [

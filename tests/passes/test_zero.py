@@ -14,6 +14,7 @@ from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.cast_before_gather import CastBeforeGather
 from memopt_compile.passes.gather_again import GatherAgain
 from memopt_compile.passes.keep_parameters import KeepParameters
+from memopt_compile.passes.prefetch_gathers import PrefetchGathers
 from memopt_compile.passes.reduce_once import ReduceOnce
 from memopt_compile.passes.update_early import UpdateEarly
 from memopt_compile.step_graph import Phase, StepGraph, Window, op_name
@@ -282,3 +283,57 @@ def test_what_has_not_come_is_not_read():
     wait.args = (wait.args[0],)
     with pytest.raises(VerifyError, match="is read before it has come"):
         step.verify()
+
+def three_layers(p, q, r, x):
+    """The peak is behind the products: an expanded x needs 16 times as much."""
+    a = torch.tanh(x @ gathered(p).t())
+    b = torch.tanh(a @ gathered(q).t())
+    c = b @ gathered(r).t()
+    return (c.repeat(16, 1) * 2).sum()
+
+
+def launches_and_products(step):
+    return [op_name(n) for n in step.computing() if is_collective(n) or op_name(n) == "mm"]
+
+
+@pytest.mark.parametrize("peak_bytes", [1 << 20, 0])
+def test_parameters_are_gathered_a_layer_ahead(peak_bytes):
+    """With a budget that has room, and without one where the peak is elsewhere."""
+    rows = torch.rand(4, 8)
+    step = by_hand(three_layers, ("p", rows), ("p", rows.clone()), ("p", rows.clone()), ("x", torch.rand(8, 8)))
+    Canonicalize().run(step)
+    before, peak = [n for n in step.computing() if is_collective(n)], timeline(step).peak_bytes
+    PrefetchGathers(peak_bytes).run(step)
+    step.verify()
+    gather = "all_gather_into_tensor"
+    assert launches_and_products(step) == [gather, gather, "mm", gather, "mm", "mm"]
+    assert [n for n in step.computing() if is_collective(n)] == before
+    assert timeline(step).peak_bytes <= max(peak, peak_bytes)
+
+
+def test_nothing_is_gathered_ahead_that_a_budget_has_no_room_for():
+    def two(p, q, x):
+        return (x @ gathered(p).t() @ gathered(q).t()).sum()
+
+    step = by_hand(two, ("p", torch.rand(4, 8)), ("p", torch.rand(4, 8)), ("x", torch.rand(2, 8)))
+    Canonicalize().run(step)
+    text = step.text()
+    PrefetchGathers(0).run(step)
+    assert step.text() == text
+
+
+def test_a_gather_does_not_pass_another_collective():
+    def between(p, q, x):
+        a = x @ gathered(p).t()
+        s = OPS.wait_tensor(OPS.all_reduce(a, "sum", "group"))
+        b = torch.tanh(x * 2)
+        return ((b + s) @ gathered(q).t()).sum()
+
+    step = by_hand(between, ("p", torch.rand(4, 8)), ("p", torch.rand(4, 8)), ("x", torch.rand(8, 8)))
+    Canonicalize().run(step)
+    before = [n for n in step.computing() if is_collective(n)]
+    PrefetchGathers(1 << 20).run(step)
+    step.verify()
+    order = list(step.computing())
+    assert [n for n in order if is_collective(n)] == before
+    assert order.index(before[2]) == order.index(before[1]) + 1

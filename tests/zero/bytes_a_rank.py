@@ -2,8 +2,10 @@
 
     python tests/zero/bytes_a_rank.py --ranks 2
     python tests/zero/bytes_a_rank.py --layers 4 --stages 1 2 --micro 4 [--adama]
+    python tests/zero/bytes_a_rank.py --layers 4 --bits 8
 
-Prints a table: resident bytes measured beside the formulas of ZeRO's paper for float32, the peak of
+Prints a table: resident bytes measured beside the formulas of ZeRO's paper for float32 (with --bits for
+parameters of so many, and states of 8 bits, with their scales), the peak of
 what a step adds in units of the parameters' bytes (predicted and measured, the least of some steps,
 since gloo's own thread may hold what it has sent a moment longer), and bytes communicated a rank in
 units of data parallel's, counted in the graph, with the number of calls and of the tensors in them.
@@ -46,14 +48,20 @@ def sent_bytes(record: records.Compilation, ranks: int) -> float:
 
 
 def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width: int, micro: int,
-             accumulate: str) -> dict:
+             accumulate: str, bits: int) -> dict:
     found = {}
     for stage in stages:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = GPT(GPTConfig(96, layers, width, width // 32, 32))
         whole = memopt.measure(lambda: None, resident=(model,)).by_category["parameters"]
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        parameters, states = whole, 2 * whole
+        if bits:
+            memopt.quantize_parameters_(model, bits)
+            parameters, states = ((b + 32 / 2048) / 32 * whole for b in (bits, 2 * 8 + 32 / 2048))
+            opt = memopt.optim.AdamW(model.parameters(), lr=1e-3, state_bits=8)
+        else:
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
         name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
         if stage:
             memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
@@ -78,7 +86,7 @@ def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width:
         resident = memopt.measure(lambda: None, resident=(model, opt)).resident_bytes
         found[stage] = {
             "parameters": whole, "resident": resident,
-            "formula": {0: 3 * whole, 3: 3 * whole / ranks}.get(stage, whole + 2 * whole / ranks),
+            "formula": (parameters if stage < 3 else parameters / ranks) + states / (ranks if stage else 1),
             "predicted": record.predicted_peak_bytes - record.after.resident_bytes,
             "measured": min(m.transient_peak_bytes for m in peaks), "sent": sent_bytes(record, ranks),
             "calls": len(calls(record)), "tensors": len(sent(record))}
@@ -93,11 +101,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of one sample")
     parser.add_argument("--adama", action="store_true", help="they add up in the optimizer's states")
+    parser.add_argument("--bits", type=int, default=0, help="of parameters in low precision: 8, 10 or 12")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = on_ranks(given.ranks, Path(folder), measured, given.ranks, tuple(given.stages),
                            given.layers, given.width, given.micro,
-                           "optimizer_states" if given.adama else "gradients")
+                           "optimizer_states" if given.adama else "gradients", given.bits)
     print("| ranks | stage | resident bytes | formula | difference | transient, predicted | measured "
           "| communicated | calls | tensors |\n|---|---|---|---|---|---|---|---|---|---|")
     for stage in given.stages:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memopt_compile as memopt
 from memopt_compile import records
-from memopt_compile.collectives import is_collective
+from memopt_compile.collectives import is_collective, waits_of, whole_bytes
 from memopt_compile.step_graph import op_name
 
 ROWS = 4  # samples a rank and step
@@ -101,7 +101,7 @@ def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,
             optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0, replicas: int = 1,
-            accumulate: str = "gradients", **how: Any) -> dict[str, Any]:
+            accumulate: str = "gradients", budget: str | None = None, **how: Any) -> dict[str, Any]:
     """Some steps in a stage of ZeRO, in stage 0 with an all-reduce of each gradient."""
     model = made(kind, dtype)
     opt = optimizer(model)
@@ -114,12 +114,14 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
         step = step_of(model, opt, **how, reduce=lambda p: c10d.wait_tensor(
             c10d.all_reduce(p.grad, "avg", name)))
     run = torch.compile(step, backend="memopt", options={
-        "zero": stage, "lowering": lowering, "accumulate": accumulate})
+        "zero": stage, "lowering": lowering, "accumulate": accumulate, "memory_budget": budget})
     losses = [float(run(x, y)) for x, y in batches(rank, ranks, dtype)]
     parameters = whole(model)
     record = records.compilations(step.__code__)[-1]
     return {"losses": losses, "parameters": parameters, "kind": record.kind,
-            "reason": record.reason, "calls": calls(record), "sent": sent(record),
+            "reason": record.reason, "calls": calls(record), "sent": sent(record), "ahead": ahead(record),
+            "gathered_bytes": sum(whole_bytes(n) for n in record.step.computing()
+                                  if is_collective(n) and "all_gather" in op_name(n)),
             "predicted": record.predicted_peak_bytes,
             "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes
                          for x, y in batches(rank, ranks, dtype, measured)],
@@ -152,3 +154,11 @@ def sent(record: records.Compilation) -> list[str]:
     """The same for each tensor, whether it travels alone or in a bucket."""
     return [op_name(n).removesuffix("_coalesced") for n in record.step.computing() if is_collective(n)
             for _ in (n.args[0] if isinstance(n.args[0], list | tuple) else [n])]
+
+
+def ahead(record: records.Compilation) -> int:
+    """How many collectives have a product of matrices between launch and wait."""
+    names = [op_name(n) for n in record.step.computing()]
+    place = {n: i for i, n in enumerate(record.step.computing())}
+    return sum(any("mm" in name for name in names[place[n]:min(place[w] for w in waits_of(n))])
+               for n in place if is_collective(n))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import cases
+import low_precision
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,7 +132,8 @@ def everything(rank, ranks):
             found[name] = in_eager(rank, ranks, optimizer, **how)
         if name in CAPTURED:
             found[name, "captured"] = cases.trained(rank, ranks, CAPTURED[name], Few, DOUBLE, optimizer, **how)
-    return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks)}
+    return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks),
+            "low": low_precision.everything(rank, ranks)}
 
 
 @pytest.fixture(scope="module")

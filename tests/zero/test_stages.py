@@ -10,6 +10,7 @@ from ranks import on_ranks, once
 
 def of_two(rank, ranks):
     found = {("uneven", stage): cases.trained(rank, ranks, stage, cases.Uneven) for stage in (0, 1, 3)}
+    found["ahead", 3] = cases.trained(rank, ranks, 3, cases.Uneven, budget="1GiB")
     for stage in (1, 3):
         found["clipped", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64,
                                                 cases.adamw, micro=2, clip=0.5)
@@ -62,6 +63,15 @@ def test_is_one_process_on_the_whole_batch(pair, stage):
     for rank in pair:
         for name, value in expected["parameters"].items():
             assert float((rank["clipped", stage]["parameters"][name] - value).abs().max()) <= 1e-11
+
+
+def test_a_budget_with_room_has_parameters_gathered_ahead(pair):
+    """With the same numbers, and on all ranks in the same order, though they have other rows."""
+    for rank in pair:
+        assert rank["ahead", 3]["ahead"] > rank["uneven", 3]["ahead"]
+        assert rank["ahead", 3]["calls"] == rank["uneven", 3]["calls"]
+        assert rank["ahead", 3]["losses"] == rank["uneven", 3]["losses"]
+        assert same_bits(rank["ahead", 3]["parameters"], rank["uneven", 3]["parameters"])
 
 
 def test_replicas_of_a_shared_model_are_one_process(four):
