@@ -122,19 +122,17 @@ class _TensorsForNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__.strip("_")
+        name = getattr(func, "__name__", "").strip("_")
         if name in ("ne", "eq") and id(args[0]) in self.settings and args[1] == 0:
             return name == "ne"
         number = kwargs.get("alpha", kwargs.get("value"))
-        if not isinstance(number, Tensor):
+        if not isinstance(number, Tensor) or name not in ("add", "sub", "addcdiv", "addcmul"):
             return func(*args, **kwargs)
-        self_, first, *second = args
+        into, first, *second = args
         scaled = first * number.to(first.dtype)
-        if name == "addcdiv":
-            scaled = scaled / second[0]
-        elif name == "addcmul":
-            scaled = scaled * second[0]
-        return getattr(self_, "add_" if func.__name__.endswith("_") else "add")(scaled)
+        if second:
+            scaled = scaled / second[0] if name == "addcdiv" else scaled * second[0]
+        return getattr(into, name[:3] + func.__name__[len(name):])(scaled)  # in place, if it is
 
 
 @functools.cache

@@ -33,8 +33,9 @@ def test_codes_are_those_of_one_process_where_ranks_have_whole_groups(low, name)
 
 
 def test_peaks_are_predicted(low):
-    for rank in low:
-        assert rank["momentum"]["predicted"] == min(rank["momentum"]["measured"])
+    """A thread of gloo's may hold what it has sent for a moment longer, so the least counts."""
+    predicted, = {rank["momentum"]["predicted"] for rank in low}
+    assert min(bytes_ for rank in low for bytes_ in rank["momentum"]["measured"]) == predicted
 
 
 def test_captured_is_eager_where_they_have_not(low):
