@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import tracing
@@ -120,6 +121,17 @@ def real_tensors() -> Iterator[None]:
     will behind the trace: torch 2.13 says that it is compiling for as long as a backend does."""
     with tracing(None), _disable_current_modes(), mock.patch.object(torch.compiler, "_is_compiling_flag", False):
         yield
+
+
+def dispatched_by_cpp() -> Any:
+    """A scope in which operators go to their kernels without holding Python's lock, as they do outside of a
+    compilation.
+
+    AOTAutograd has Python asked about each operator, and the lock stays taken below. A collective then waits
+    for a mutex of gloo's, while gloo's thread, which has it, waits for Python's lock to let tensors go:
+    about one compilation in some hundred did not go on.
+    """
+    return no_python_dispatcher()
 
 
 def fake_tensors() -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .. import compat_trace
 from ..collectives import is_collective
 from ..errors import RankError
 from . import planned
@@ -70,6 +71,7 @@ def exchange(value: Any, mesh: Any) -> list[Any]:
     for dim in reversed(range(mesh.ndim)):
         gathered: list[Any] = [found] * mesh.size(dim)
         if not planned.active():
-            torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
+            with compat_trace.dispatched_by_cpp():
+                torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
         found = [each for part in gathered for each in part]
     return found

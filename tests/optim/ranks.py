@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-
-IN_VAIN = ("Timed out", "timeout", "Connection closed", "Connection reset")  # what gloo says then
 
 
 def place(factory: Any) -> Path:
@@ -41,22 +38,11 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
     """What ``function(rank, *args)`` returns on each of `count` ranks.
 
     They find each other by a file below `folder`: there is no port to be taken. A rank that waits for
-    another in vain fails after three minutes. That has been seen once in many runs, on a machine that
-    cannot be looked at, so then all is run once more, with a warning that says where each rank was.
+    another in vain fails after three minutes, and says where each of its threads was.
 
     Raises:
         AssertionError: with what each rank that failed says, as one's failure is often another's doing.
     """
-    try:
-        return _together(count, folder, function, args)
-    except AssertionError as error:
-        if not any(words in str(error) for words in IN_VAIN):
-            raise
-        warnings.warn(f"ranks waited in vain: {error}", stacklevel=2)
-    return _together(count, folder, function, args)
-
-
-def _together(count: int, folder: Path, function: Callable, args: tuple) -> list[Any]:
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
         # From a process that has imported what takes each of them five seconds.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import cases
@@ -15,8 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks, once, place
 from test_sharding import DOUBLE, compiled, load, state_of
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from memopt_compile import compat_trace
 from memopt_compile.errors import RankError
 
 TIMEOUT_SECONDS = 60
@@ -91,3 +94,13 @@ def test_the_checkpoint_before_is_whole_and_loads_on_three_ranks(folder, tmp_pat
             for found in (second[kind], in_3[kind], in_1[kind]):
                 assert found.keys() == first[kind].keys()
                 assert all(torch.equal(found[name], value) for name, value in first[kind].items())
+
+
+def test_ranks_talk_without_holding_pythons_lock():
+    """AOTAutograd has Python dispatch operators while it compiles, which holds the lock that gloo's thread waits
+    for, with a mutex that the next collective waits for."""
+    asked = partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PythonDispatcher)
+    with enable_python_dispatcher():
+        with compat_trace.dispatched_by_cpp():
+            assert not asked()
+        assert asked()
