@@ -69,8 +69,8 @@ def compiled_update(parameter: list[Tensor], grad: list[Tensor], state: list[Ten
     written = kinds[:len(parameter)] + kinds[len(parameter) + len(grad):]
     for first in some(range(0, count, length)):
         here = min(length, count - first)
-        made = kernel([place.fill_(p.form.first + first), *(kind.filled(kind.cut(t, first, here), length)
-                                             for kind, t in zip(kinds, given)), *numbers])
+        parts = (kind.filled(kind.cut(t, first, here), length) for kind, t in zip(kinds, given))
+        made = kernel([place.fill_(p.form.first + first), *parts, *numbers])
         for kind, tensor, part in zip(written, new, made):
             into = kind.cut(tensor, first, here)
             into.copy_(part if kind.size is None else part[:into.numel()])
