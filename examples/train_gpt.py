@@ -40,7 +40,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     if options.zero and (options.compare or options.measure or options.backend != "memopt"):
         parser.error("--zero trains with memopt, and compares nothing")
     if options.quick:
-        options.layers, options.width, options.batch, options.sequence = 1, 64, 8, 32
+        options.layers, options.width, options.batch, options.sequence = 2, 64, 8, 32
         options.steps = min(options.steps, 30)
     return options
 

@@ -97,9 +97,8 @@ def whole_interpolation() -> Iterator[None]:
         yield
 
 
-def functionalized(function: Callable) -> Callable:
-    """`function` without writes: what it writes in place becomes values."""
-    return dispatch_functionalize(function)
+# A function without writes: what it writes in place becomes values.
+functionalized = dispatch_functionalize
 
 
 def traced_as_compiled(function: Callable, examples: Callable[[], list], decompositions: dict) -> fx.GraphModule:

@@ -56,7 +56,7 @@ def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
         return step
     step = step.copy()
     for node in list(step.computing()):
-        if node.target is QUANTIZED_UPDATE and node.args[2][0].meta["val"].device.type == "cpu":
+        if node.target is QUANTIZED_UPDATE and node.all_input_nodes[0].meta["val"].device.type == "cpu":
             node.target = COMPILED_UPDATE
         if node.target not in ARITHMETIC:
             continue

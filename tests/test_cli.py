@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from memopt_compile.__main__ import main
+from memopt_compile.backends.inductor import compiler_available
 
 SCRIPT = '''
 import torch
@@ -103,6 +104,7 @@ def test_bench(script):
                "-o", "lowering=eager"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "predicted MiB" in table and "+0.00%" in table
+    assert ("torch.compile" in table) is compiler_available()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["explain", "x", "-o", "y"]])

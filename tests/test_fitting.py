@@ -29,7 +29,8 @@ def training(branches: bool = False, layers: int = 1):
     return step, (torch.randn(12, 6), torch.randint(4, (12,)))
 
 
-@pytest.mark.parametrize(("branches", "multiple_of"), [(False, 1), (True, 10)])
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("multiple_of", [1, 10])
 def test_fits_and_the_next_does_not(branches, multiple_of):
     step, args = training(branches)
     lines: list[str] = []
@@ -48,11 +49,11 @@ def test_fewer_than_the_example():
     assert fit(step, args, 4800, lowering="eager").batch == 8
 
 
-def test_a_budget_takes_a_larger_batch():
-    step, args = training(layers=4)
-    memory, unit = "54KiB", 32
+@pytest.mark.parametrize(("memory", "unit", "unbudgeted"), [("64KiB", 1, 80), ("54KiB", 64, 0)])
+def test_a_budget_takes_a_larger_batch(memory, unit, unbudgeted):
+    step, args = training(layers=5)
     found = fit(step, args, memory, multiple_of=unit, budgeted=True, lowering="eager")
-    assert found.batch > found.unbudgeted
+    assert found.batch > found.unbudgeted == unbudgeted
     assert found.peak_bytes[found.batch] <= found.limit_bytes < found.peak_bytes[found.batch + unit]
     assert f"batch {found.batch} fits" in str(found) and f"{found.unbudgeted} without" in str(found)
     compiled = memopt.compile(step, lowering="eager", memory_budget=memory)

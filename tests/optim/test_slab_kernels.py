@@ -53,3 +53,20 @@ def test_it_is_the_eager_update(bits, make, kept):
     args[7][0].zero_()
     assert any((a != b).any() for a, b in zip(smaller, compiled_update(*args), strict=True))
     assert slab_kernels._kernel.cache_info().misses == made + 1, "without a weight decay"
+
+
+def test_an_update_without_states_is_captured():
+    model = memopt.quantize_parameters_(torch.nn.Linear(60, 4), 8, rounding="nearest")
+    opt = optim.SGD(model.parameters(), lr=0.1, state_bits=8)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    run, x = memopt.compile(step), torch.randn(8, 60)
+    losses = [float(run(x)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert memopt.report(run).predicted_peak_bytes == memopt.report(run).measured_peak_bytes

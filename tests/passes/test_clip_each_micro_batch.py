@@ -108,14 +108,14 @@ def test_max_norm_is_of_each_micro_batch(settings, same):
     (lambda model: clip_grad_norm_(model.parameters(), LIMIT), together),
     (lambda model: clip_grad_value_(model.parameters(), LIMIT / 20), values),
     # Sums within one backward are one gradient: its square is not the sum of squares.
+    (lambda model: [p.grad.add_(p.grad) for p in model.parameters()], lambda gs: [g + g for g in gs]),
     (lambda model: [p.grad.add_(p.grad.mean()) for p in model.parameters()],
      lambda gs: [g + g.mean() for g in gs]),
 ])
 def test_gradients_of_one_backward_may_be_changed(clip, same):
     equal(apart(clip), algorithm_2(clip=same), accumulating)
     equal(folding_itself(clip), algorithm_2(clip=same), plain)
-    if same in (each_as_torch, values):  # by norms, and by values
-        equal(folding_itself(clip), algorithm_2(clip=same), captured)
+    equal(folding_itself(clip), algorithm_2(clip=same), captured)
 
 
 @pytest.mark.parametrize("way", ["plain", "captured"])

@@ -126,7 +126,7 @@ def test_a_policy_is_honoured():
     assert products == sum(n.target is torch.ops.aten.addmm.default for n in step.computing())
 
 
-@pytest.mark.parametrize("kind", [{}, {"p": 0.3}, {"micro_batches": 4, "p": 0.3}],
+@pytest.mark.parametrize("kind", [{}, {"p": 0.3}, {"micro_batches": 2}, {"micro_batches": 4, "p": 0.3}],
                          ids=str)
 def test_trained_as_by_eager(kind):
     """Torch's own rematerialization refuses dropout, and micro-batches, in a checkpoint."""
