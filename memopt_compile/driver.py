@@ -30,6 +30,7 @@ from . import (
     zero,
 )
 from .backends import eager, inductor
+from .distributed import tensor_parallel
 from .errors import CaptureError, MemoptError, OptionError
 from .low_precision import check_optimizers
 from .options import Options
@@ -168,7 +169,11 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         nonlocal wholes
         step = build.step_graph(module, origin)
         wholes = zero.add_wholes(step, origin)
-        run = zero.together(lambda: programs.fitted(step, record), record, storages, notes.frame)
+        mesh = storages[0].all_ranks if storages else None
+        if record.options.partition_activations:
+            step.parallel = tensor_parallel.group_of(step, origin, notes.where)
+            mesh = mesh or step.parallel.mesh
+        run = zero.together(lambda: programs.fitted(step, record), record, mesh, notes.frame)
         return zero.with_wholes(run, wholes) if wholes else run
 
     def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -199,6 +204,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
         run_regions_once(gm)
         return gm.forward
+    if record.options.partition_activations:
+        run = tensor_parallel.comparing(run, record.step, origin, notes.where)
     run = zero.together_with_others(run, storages, wholes, notes.where) if storages else run
     if record.options.verify:
         run = verifying(run, gm, record)

@@ -15,7 +15,7 @@ class Decision:
     """What becomes of one activation between forward and backward.
 
     `name` is its node's, `value` type and shape, `bytes` its size, `choice` "keep", "recompute",
-    "offload" or "compress" with the `form`, `kept_bytes` what is held of it in between, `seconds` what its operator
+    "offload", "partition" or "compress" with the `form`, `kept_bytes` what is held of it in between, `seconds` what its operator
     takes by the cost model, or packing and unpacking it, `line` the user's, `error` the share of the
     value's norm that the format loses of normal numbers.
     """
@@ -79,7 +79,7 @@ class MemoryPlan:
         return tabulate(self.rows(), self.HEAD, tablefmt="simple", disable_numparse=True)
 
     def __str__(self) -> str:
-        again, packed, away = map(self.chosen, ("recompute", "compress", "offload"))
+        again, packed, away, parts = map(self.chosen, ("recompute", "compress", "offload", "partition"))
         text = (f"{len(again)} of {len(self.decisions)} activations "
                 f"({format_bytes(sum(d.bytes for d in again))}) are computed again, by "
                 f"{len(self.again)} operators, ")
@@ -89,5 +89,7 @@ class MemoryPlan:
                      + (f" (errors up to {self.largest_error:.1%}), " if self.largest_error else ", "))
         if away:
             text += f"{len(away)} ({format_bytes(sum(d.bytes for d in away))}) wait in host memory, "
+        if parts:
+            text += f"{len(parts)} ({format_bytes(sum(d.bytes for d in parts))}) kept in parts by several ranks, "
         return (text + f"{1e3 * self.seconds:.3f} ms by the cost model ({self.costs}), "
                        f"gap {self.gap:.1%}")

@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "recompute": (True, False),
     "compress": (None, "int8", "int4", "auto"),
     "offload": (False, True),
+    "partition_activations": (False, True),
     "accumulate": ("gradients", "optimizer_states"),
     "zero": (0, 1, 2, 3),
     "adapt": (False, True),
@@ -49,6 +50,8 @@ class Options:
         max_gradient_error: a share of the gradient's norm, such as 0.05. Formats with larger errors are
             not used, and with `verify` the first step is refused if its gradients are further off.
         offload: for a budget, activations may wait for backward in the host's memory (CUDA).
+        partition_activations: for a budget, ranks that share layers by tensor parallelism may each keep a
+            part of the activations that all of them have (ZeRO's P_a).
         accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
         zero: ZeRO stage, 0 to 3; the model is sharded for it by `memopt.shard_`.
@@ -68,6 +71,7 @@ class Options:
     compress: str | None = None
     max_gradient_error: float | None = None
     offload: bool = False
+    partition_activations: bool = False
     accumulate: str = "gradients"
     zero: int = 0
     adapt: bool = False
@@ -83,8 +87,9 @@ class Options:
         if self.adapt and (self.memory_budget is None or self.compress not in ("int4", "auto")):
             raise _wrong("adapt", True, "give memory_budget and compress='int4' or 'auto' too: formats of 4 "
                          "bits are what adapts")
-        if self.offload and self.memory_budget is None:
-            raise _wrong("offload", True, "give memory_budget too: it says how much has to go")
+        for name in ("offload", "partition_activations"):
+            if getattr(self, name) and self.memory_budget is None:
+                raise _wrong(name, True, "give memory_budget too: it says how much has to go")
         error = self.max_gradient_error
         if error is not None and not (isinstance(error, float) and 0 < error < 1):
             raise _wrong("max_gradient_error", error, "give a share between 0.0 and 1.0, or None")

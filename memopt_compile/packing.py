@@ -8,7 +8,9 @@ from types import MappingProxyType
 
 from torch import Tensor, fx
 
+from . import partition
 from .compression import COMPRESS, DECOMPRESS, is_dense, layout
+from .distributed.tensor_parallel import Group
 from .quantization.activations import FORMATS
 from .sensitivity import Sensitivity
 from .step_graph import nbytes
@@ -68,6 +70,23 @@ def _packed(node: fx.Node, form: str, seconds: Callable[[fx.Node], float]) -> Pa
     decode.meta["val"] = value
     return Packed(form, nbytes(encode.meta["val"]), seconds(encode) + seconds(decode), encode, decode,
                   FORMATS[form].error, FORMATS[form].restores)
+
+
+def in_parts(node: fx.Node, seconds: Callable[[fx.Node], float], group: Group, host: bool) -> tuple[Packed, ...]:
+    """The value of `node` kept in parts by the ranks of a group that have it alike, with `host` also in their
+    hosts' memory, if that is worth it."""
+    graph, value = fx.Graph(), node.meta["val"]
+    if not partition.can_be_parted(value, group.ranks) or nbytes(value) < SMALLEST:
+        return ()
+    source, mine = graph.placeholder(node.name), graph.placeholder("part")
+    source.meta["val"], mine.meta["val"] = value, partition.PART(value, group.rank, group.ranks)
+    encode = graph.call_function(partition.PART, (source, group.rank, group.ranks))
+    decode = graph.call_function(partition.GATHER, (mine, group.ranks, group.name))
+    encode.meta["val"], decode.meta["val"] = mine.meta["val"], value
+    time = seconds(encode) + seconds(decode)
+    kept = Packed(partition.RANKS, nbytes(mine.meta["val"]), time, encode, decode)
+    away = [sum(p.seconds for p in in_host_memory(mine, seconds))] if host else []
+    return (kept, *(Packed(partition.RANKS_HOST, 0, time + more, encode, decode) for more in away if more))
 
 
 def in_host_memory(node: fx.Node, seconds: Callable[[fx.Node], float]) -> tuple[Packed, ...]:

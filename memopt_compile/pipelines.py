@@ -29,6 +29,7 @@ from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
+from .passes.partition_activations import PartitionActivations
 from .passes.plan_memory import PlanMemory
 from .passes.prefetch_gathers import PrefetchGathers
 from .passes.recompute import Recompute
@@ -59,7 +60,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     eager = lowering == "eager"
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error,
-                  tuple(sorted(formats.items())), options.offload)
+                  tuple(sorted(formats.items())), options.offload, options.partition_activations)
     plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
@@ -108,6 +109,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held, plan),
         (held, Recompute),
         (held, Compress),
+        (held and options.partition_activations, PartitionActivations),
         (held and options.offload, Offload),
         (held, ScheduleForPeak),
         # In the final order, write into dead buffers. Inductor does so by itself.

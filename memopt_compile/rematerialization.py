@@ -24,8 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
-from .packing import Packed, candidates, in_host_memory
+from .packing import Packed, candidates, in_host_memory, in_parts
+from .partition import RANKS, RANKS_HOST
 from .recomputing import overwritten_early
+from .replicated import alike
 from .sensitivity import Use, may_follow, sensitivity
 from .step_graph import (
     WAIT,
@@ -37,12 +39,14 @@ from .step_graph import (
 from .transfers import HOST
 
 NEVER = 10**9  # a position behind every other
+PUT_AWAY = {RANKS: 1, RANKS_HOST: 1, HOST: 2}  # forms of passes behind `compress`, in their order
 NOTHING: Mapping[int, Packed] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Means:
-    """What the user allows: that operators run `again`; that values wait in `host` memory; the lossy
+    """What the user allows: that operators run `again`; that values wait in `host` memory; that the
+    ranks that have a value alike keep it in `parts`; the lossy
     formats of this `compress` option, up to `max_error` in each. Formats that lose nothing always are. `instead` has pairs of an activation's
     name and the format that takes the place of "int4 outliers" for it (`adaptation`)."""
 
@@ -51,6 +55,7 @@ class Means:
     max_error: float | None = None
     instead: tuple[tuple[str, str], ...] = ()
     host: bool = False
+    parts: bool = False
 
 
 ALL_EXACT = Means()
@@ -122,6 +127,12 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
     roots = storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]
     fixed = overwritten_early(step)
+    common = alike(step) if means.parts else set()
+
+    def put_away(node: fx.Node) -> tuple[Packed, ...]:
+        return (in_host_memory(node, seconds) if means.host else ()) + (
+            in_parts(node, seconds, step.parallel, means.host) if node in common else ())
+
     values: list[Value] = []
     operations: list[Operation] = []
     number: dict[fx.Node, int] = {}  # of the value that a storage is
@@ -135,7 +146,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             number[node] = len(values)
             operations[made_by[maker]].makes.append(len(values))
             values.append(Value(node, life.size[node], made_by[maker], at, at,
-                                packed=_allowed(node, packed, fixed, seconds if means.host else None),
+                                packed=_allowed(node, packed, fixed, put_away),
                                 exact=tolerated.use.get(node) is Use.EXACT))
         for root in life.touched[node]:
             if root not in number:
@@ -166,10 +177,10 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
 
 
 def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
-             fixed: set[fx.Node], to_host: Callable[[fx.Node], float] | None) -> tuple[Packed, ...]:
+             fixed: set[fx.Node], put_away: Callable[[fx.Node], tuple[Packed, ...]]) -> tuple[Packed, ...]:
     if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or node in fixed:
         return ()
-    return packed.get(node, ()) + (in_host_memory(node, to_host) if to_host else ())
+    return packed.get(node, ()) + put_away(node)
 
 
 def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
@@ -224,7 +235,7 @@ def simulate(problem: Problem, again: Collection[int],
     born, size = dict(life.born), dict(life.size)
     held: dict[Any, fx.Node] = {}  # what runs: as itself, again, or to pack
     packing: dict[int, list[int]] = {}  # values by the position behind which they are packed
-    for v in sorted(packed, key=lambda v: (packed[v].form == HOST, v)):  # as the passes come
+    for v in sorted(packed, key=lambda v: (PUT_AWAY.get(packed[v].form, 0), v)):  # as the passes come
         packing.setdefault(values[v].last, []).append(v)
 
     def owner(value: int) -> Any:

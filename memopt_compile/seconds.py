@@ -17,14 +17,14 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .compat_trace import hinted, pytree
-from .step_graph import OPERATOR, aliased_args, nbytes
+from .step_graph import OPERATOR, aliased_args, is_collective, nbytes
 from .transfers import BEGINNINGS
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a device can do: `flops` by dtype and `bytes` a second, `launch` seconds an operator, and
-    `link` bytes a second to or from the host."""
+    `link` bytes a second to or from the host, or another rank."""
 
     name: str
     flops: dict[torch.dtype, float]
@@ -94,7 +94,7 @@ class Roofline:
         if not computes(node):
             return 0.0
         at = self.rates
-        if node.target in BEGINNINGS:
+        if node.target in BEGINNINGS or is_collective(node):
             return nbytes(node.meta.get("val")) / at.link + at.launch
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
         compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])

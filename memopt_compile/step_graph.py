@@ -91,7 +91,8 @@ class StepGraph:
     computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
     with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked;
     ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them, and
-    ``bucket_bytes`` is what small ones that travel together may come to.
+    ``bucket_bytes`` is what small ones that travel together may come to; ``parallel`` is the group of ranks
+    that may keep an activation in parts (`distributed.tensor_parallel`).
     """
 
     module: fx.GraphModule
@@ -102,6 +103,7 @@ class StepGraph:
     plan: MemoryPlan | None = None
     windows: tuple[Window, ...] = ()
     bucket_bytes: int | None = None
+    parallel: Any = None
 
     def copy(self) -> StepGraph:
         """The same step with a graph of its own, whose nodes have the same names."""

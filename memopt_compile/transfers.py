@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .step_graph import Phase, StepGraph
+
 HOST = "host"  # the form of an activation that waits there
 _copied: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by what is being copied to, the event of its end
 
@@ -85,6 +87,22 @@ _library.impl("arrived", lambda value: _wait(value, value.device, False), "Compo
 TO_HOST, FROM_HOST = torch.ops.memopt.to_host.default, torch.ops.memopt.from_host.default
 SENT, ARRIVED = torch.ops.memopt.sent.default, torch.ops.memopt.arrived.default
 BEGINNINGS = (TO_HOST, FROM_HOST)
+
+
+def sent_to_host(step: StepGraph, value: fx.Node, behind: fx.Node) -> fx.Node:
+    """The host's copy of `value`, made right behind a node."""
+    with step.graph.inserting_after(behind):
+        host = step.call(value, TO_HOST, value)
+    with step.graph.inserting_after(host):
+        return step.call(value, SENT, host, value)
+
+
+def fetched(step: StepGraph, value: fx.Node, sent: fx.Node) -> fx.Node:
+    """`value` again, made where the graph inserts now, for backward."""
+    begun = step.call(value, FROM_HOST, sent, value.meta["val"].device)
+    arrived = step.call(value, ARRIVED, begun)
+    step.phases[begun] = step.phases[arrived] = Phase.BACKWARD
+    return arrived
 
 
 def is_transfer(node: fx.Node) -> bool:

@@ -92,8 +92,7 @@ def _input(step: StepGraph, name: str, value: Any) -> Any:
 _agreed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by code, the sequences that ranks agreed on
 
 
-def together(lower: Callable[[], Callable], record: Compilation, storages: list[Storage],
-             frame: Any) -> Callable:
+def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, frame: Any) -> Callable:
     """`lower` the step of `record`, and have all ranks compare the collectives that it came to.
 
     A step that one rank compiles again for itself (its batch has another shape) is not compared: it
@@ -103,9 +102,9 @@ def together(lower: Callable[[], Callable], record: Compilation, storages: list[
         RankError: they are not the same on all ranks.
         MemoptError: what `lower` raises.
     """
-    if not storages:
+    if mesh is None:
         return lower()
-    mesh, known = storages[0].all_ranks, _agreed.setdefault(frame, [])
+    known = _agreed.setdefault(frame, [])
 
     def compare(lines: list[str]) -> None:
         with compat_trace.real_tensors():  # torch is tracing

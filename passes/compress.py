@@ -24,9 +24,9 @@ from torch import fx
 
 from memopt_compile.compression import COMPRESS, DECOMPRESS, layout
 from memopt_compile.recomputing import last_of_forward, parts, recompute
+from memopt_compile.rematerialization import PUT_AWAY
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
-from memopt_compile.transfers import HOST
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Compress(StepPass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     def requires(self, step: StepGraph) -> str | None:
-        if step.plan is None or all(form == HOST for _, form in step.plan.packed):
+        if step.plan is None or all(form in PUT_AWAY for _, form in step.plan.packed):
             return "nothing is to be compressed"
         return None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         named = {n.name: n for n in step.computing()}
-        forms = {named[name]: form for name, form in step.plan.packed if form != HOST}
+        forms = {named[name]: form for name, form in step.plan.packed if form not in PUT_AWAY}
         last = last_of_forward(step)
         behind: dict[fx.Node, fx.Node] = {}  # what has been put behind an operator, the last of it
         unpack: dict[fx.Node, Callable[[], fx.Node]] = {}

@@ -24,7 +24,7 @@ from torch import fx
 from memopt_compile.recomputing import last_of_forward, parts, recompute
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
-from memopt_compile.transfers import ARRIVED, FROM_HOST, HOST, SENT, TO_HOST
+from memopt_compile.transfers import ARRIVED, FROM_HOST, HOST, SENT, TO_HOST, fetched, sent_to_host
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,11 @@ class Offload(StepPass):
         fetch: dict[fx.Node, Callable[[], fx.Node]] = {}
         for value in (named[name] for name, form in step.plan.packed if form == HOST):
             place = last[value]
-            with step.graph.inserting_after(behind.get(place, place)):
-                host = step.call(value, TO_HOST, value)
-            with step.graph.inserting_after(host):
-                behind[place] = sent = step.call(value, SENT, host, value)
-            fetch[value] = partial(_fetched, step, value, sent)
+            behind[place] = sent_to_host(step, value, behind.get(place, place))
+            fetch[value] = partial(fetched, step, value, behind[place])
         recompute(step, parts(step, fetch), source=fetch)
 
     def ensures(self, step: StepGraph) -> str | None:
         early = [n.name for n in step.computing() if n.target in (TO_HOST, FROM_HOST)
                  and any(u.target not in (SENT, ARRIVED) for u in n.users)]
         return f"{early[0]} is read before it has been copied" if early else None
-
-
-def _fetched(step: StepGraph, value: fx.Node, sent: fx.Node) -> fx.Node:
-    """The value again, made where the graph inserts now."""
-    begun = step.call(value, FROM_HOST, sent, value.meta["val"].device)
-    return step.call(value, ARRIVED, begun)

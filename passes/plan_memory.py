@@ -1,8 +1,8 @@
-"""Decide for every activation whether it is kept, computed again, compressed or put in host memory, so
+"""Decide for every activation whether it is kept, computed again, compressed, put in host memory or kept in parts, so
 that the step fits.
 
 The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by itself: the passes
-`recompute`, `compress` and `offload` do what it says.
+`recompute`, `compress`, `partition_activations` and `offload` do what it says.
 
 1. A step that fits gets no plan.
 2. Of the plans that fit the fastest by `seconds` is taken.
@@ -11,6 +11,8 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
    budget's owner to judge.
 4. A plan that is there and fits stays.
 5. Formats that lose nothing are always allowed, others as the user says.
+6. Ranks that keep parts of activations all take the plan of the first of them: they have the same
+   step, and make the same collectives.
 
 Memory and numbers: as before.
 """
@@ -25,12 +27,15 @@ import torch
 from memopt_compile import planner
 from memopt_compile.liveness import no_workspace, resident_bytes, timeline
 from memopt_compile.memory_plan import Decision, MemoryPlan
+from memopt_compile.partition import RANKS, RANKS_HOST
 from memopt_compile.rematerialization import ALL_EXACT, Means, Problem, problem
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
 from memopt_compile.structure import groups
 from memopt_compile.timing import cost_model
 from memopt_compile.transfers import HOST
+
+PUT_AWAY = {HOST: "offload", RANKS: "partition", RANKS_HOST: "partition"}  # the words for forms
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class PlanMemory(StepPass):
             chosen = planner.smallest(found, together)
         if chosen is not None:
             step.plan = memory_plan(found, limit, chosen, seconds.source)
+        if self.means.parts:  # rule 6
+            step.plan, *_ = step.parallel.exchange(step.plan)
 
 
 def memory_plan(problem: Problem, limit: int, chosen: planner.Solution,
@@ -75,7 +82,7 @@ def memory_plan(problem: Problem, limit: int, chosen: planner.Solution,
         if packed or value.needed and value.first > value.last + 1:
             operation = problem.operations[value.operation]
             again = value.operation in chosen.again
-            choice = ("offload" if packed and packed.form == HOST else "compress" if packed
+            choice = (PUT_AWAY.get(packed.form, "compress") if packed
                       else "recompute" if again else "keep")
             decisions.append(Decision(
                 value.node.name, describe(value.node), value.nbytes, choice,

@@ -20,6 +20,7 @@ def test_defaults():
         "compress": None,
         "max_gradient_error": None,
         "offload": False,
+        "partition_activations": False,
         "accumulate": "gradients",
         "zero": 0,
         "adapt": False,
@@ -43,6 +44,7 @@ ACCEPTED = {
     "recompute": [True, False],
     "compress": [None, "int8", "int4", "auto"],
     "offload": [False],  # True needs a budget: tests/passes/test_offload.py
+    "partition_activations": [False],
     "accumulate": ["gradients", "optimizer_states"],
     "zero": [0, 1, 2, 3],
     "adapt": [False],  # True needs more: tests/test_adaptation.py
@@ -60,6 +62,7 @@ REFUSED = {
     "recompute": [1, None, "yes"],
     "compress": ["int2", False, 8],
     "offload": [0, "cpu", True],
+    "partition_activations": [0, True],
     "accumulate": ["optimizer", None],
     "zero": [4, -1, True, "1", 1.0],
     "adapt": [1],

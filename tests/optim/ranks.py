@@ -60,6 +60,7 @@ def _rank(rank: int, count: int, place: Path, function: Callable, args: tuple) -
     dist.init_process_group("gloo", init_method=f"file://{place}/found", rank=rank,
                             world_size=count, timeout=timedelta(minutes=3))
     with open(place / f"rank {rank}", "w") as said:
+        faulthandler.enable(file=said)  # for a rank that a signal ends
         faulthandler.dump_traceback_later(150, file=said)  # of all threads, where it stands by then
         try:
             torch.save(function(rank, *args), place / f"{rank}.pt")
@@ -68,5 +69,5 @@ def _rank(rank: int, count: int, place: Path, function: Callable, args: tuple) -
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-    dist.barrier()  # who is still being asked stays
-    dist.destroy_process_group()
+        dist.barrier()  # who is still being asked stays
+        dist.destroy_process_group()

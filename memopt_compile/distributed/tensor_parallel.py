@@ -1,0 +1,145 @@
+"""The ranks that share the layers of a model, as DTensors say, and the inputs of a step that all have alike.
+
+Inputs are compared by their bytes when the step is compiled, unless a DTensor says that each rank has
+its own. The batch and the random generators, which code between steps may change, are compared again in
+every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import compat, compat_trace
+from ..errors import OptionError, RankError
+from ..step_graph import Role, StepGraph
+from . import agreement, planned
+from .storage import storage_of
+
+Origin = Sequence[tuple[str, Any, bool]]
+ELEMENTS = 1 << 15  # of a piece that is compared at once
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a tensor-parallel group, of which this process is number `rank`. `inputs` are the
+    placeholders that were the same on all of them, by name; with `random` so were the generators."""
+
+    name: str
+    rank: int
+    ranks: int
+    mesh: Any
+    inputs: frozenset[str] = frozenset()
+    random: bool = False
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What all ranks give, while torch may be tracing."""
+        with compat_trace.real_tensors():
+            return agreement.exchange(value, self.mesh)
+
+
+def group_of(step: StepGraph, origin: Origin, where: str) -> Group:
+    """The group that shares the layers of `step`, with what all of it have alike.
+
+    Raises:
+        OptionError: no parameter is shared so, or they are shared in more than one way.
+    """
+    where = f"{where}, partition_activations=True"
+    found = {(example.device_mesh, dim) for _, example, _ in origin
+             if isinstance(example, DTensor) and storage_of(example) is None
+             for dim, placement in enumerate(example.placements) if placement.is_shard()}
+    if len(found) != 1:
+        what = (f"parameters are shared along {len(found)} dimensions of meshes" if found else
+                "no parameter is shared by tensor parallelism: no two ranks have an activation alike")
+        raise OptionError(what, where=where, do="call torch.distributed.tensor.parallel.parallelize_module on "
+                          "the model, with one dimension of one mesh; or leave the option out")
+    (shared, dim), = found
+    mesh = shared
+    if mesh.ndim > 1:
+        if not mesh.mesh_dim_names:
+            raise OptionError("the mesh has several dimensions and no names", where=where,
+                              do="give init_device_mesh mesh_dim_names")
+        mesh = mesh[mesh.mesh_dim_names[dim]]
+    group = Group(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), mesh)
+    with compat_trace.real_tensors():  # torch is tracing
+        mine = [_value(step, i, origin, shared, dim) for i in range(len(step.inputs))]
+    everyone = group.exchange([*mine, [digest(state) for state in _generators()]])
+    same = [text is not None and all(each[i:i + 1] == [text] for each in everyone)
+            for i, text in enumerate(everyone[group.rank])]
+    return replace(group, inputs=frozenset(i.name for i, alike in zip(step.inputs, same) if alike),
+                   random=same[-1])
+
+
+def _value(step: StepGraph, position: int, origin: Origin, shared: Any, dim: int) -> str | None:
+    """An input as text; None if it is known to be this rank's own, or is not there yet. Parameters are
+    shared along dimension `dim` of a mesh."""
+    index = compat.input_descriptor_index(step.placeholders[position])
+    example = origin[position if index is None else index][1]
+    if isinstance(example, DTensor):
+        alike = example.device_mesh == shared and example.placements[dim].is_replicate()
+        example = example.to_local() if alike else None
+    return digest(example) if isinstance(example, Tensor) else None if example is None else repr(example)
+
+
+def digest(tensor: Tensor) -> str:
+    """Type, shape and bytes as text; of a plan for ranks that are not there no bytes."""
+    said = f"{tensor.dtype} {tuple(tensor.shape)} "
+    if compat_trace.is_fake(tensor):
+        return said
+    with compat_trace.real_tensors():
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return said + hashlib.sha256(plain.numpy()).hexdigest()
+
+
+def _generators() -> list[Tensor]:
+    """The states of the generators that a step may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def comparing(run: Callable, step: StepGraph, origin: Origin, where: str) -> Callable:
+    """`run`, the step as it is called, if batch and generators are the same on all ranks.
+
+    Raises:
+        RankError: they are not, when called.
+    """
+    group = step.parallel
+    labels = {given.label for given in step.inputs if given.name in group.inputs and given.role is Role.BATCH}
+    places = [i for i, (label, _, _) in enumerate(origin) if label in labels]
+    names = [*(origin[i][0] for i in places), "the state of the random generators"]
+
+    def compare(inputs: Sequence[Any]) -> None:
+        drawn = torch.cat(_generators()) if group.random else torch.empty(0, dtype=torch.uint8)
+        mine = torch.stack([fingerprint(t).to(group.mesh.device_type) for t in (*(inputs[i] for i in places), drawn)])
+        everyone = mine.new_empty(group.ranks, len(mine))
+        torch.distributed.all_gather(list(everyone), mine, group=group.mesh.get_group())
+        other = (everyone != mine).any(0).tolist()
+        if any(other):
+            raise RankError(
+                f"{' and '.join(n for n, o in zip(names, other) if o)}: not the same on all ranks of the "
+                "tensor-parallel group, each of which keeps a part of what follows",
+                where=f"{where}, partition_activations=True",
+                do="give all ranks of the group the same batch and seed, or leave the option out")
+
+    def run_if_alike(*inputs: Any) -> Any:
+        compare(inputs)
+        return run(*inputs)
+
+    return run if planned.active() else run_if_alike
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number that other bytes, or the same in another order, would hardly have. Beside the tensor it takes
+    less than a MiB."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = flat[:flat.numel() // 8 * 8].view(torch.int64)
+    weights = torch.arange(1, 2 * ELEMENTS, 2, device=flat.device) ** 5
+    found = (flat[words.numel() * 8:].to(torch.int64) * weights[:flat.numel() % 8]).sum()
+    for piece in words.split(ELEMENTS):
+        found = found * 0x9E3779B1 + (piece * weights[:piece.numel()]).sum()
+    return found
