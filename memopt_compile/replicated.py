@@ -4,7 +4,8 @@ A tensor-parallel layer leaves its sum on every rank, and so do the norms, resid
 such layers: each rank holds the same activation. That a value is the same everywhere is shown, never
 assumed:
 
-1. An input is, if it is among `Group.inputs`, and what the step writes to it is the same too.
+1. An input is, if it is among `Group.inputs`. Whatever is written to it or to another storage in the step
+   has to be the same too.
 2. The result of an all-reduce, gather or broadcast over the group is.
 3. What an operator makes is, if its operands are, and its other arguments are the same text on every rank:
    a rank that takes its own chunk of something names other rows. What draws random numbers is only if
@@ -38,17 +39,19 @@ def alike(step: StepGraph) -> set[fx.Node]:
     everyone = group.exchange([hashlib.sha256(text.encode()).hexdigest() for text in mine])
     if len({len(each) for each in everyone}) > 1:
         return set()
-    same, inputs, roots = [len(set(texts)) == 1 for texts in zip(*everyone)], group.inputs, storage_roots(step.graph)
+    same, roots = [len(set(texts)) == 1 for texts in zip(*everyone)], storage_roots(step.graph)
+    written = {node: {root for value in mutated_args(node) for root in roots[value]} for node in nodes}
+    own: set[fx.Node] = set()  # storages to which something is written that not all ranks have
     while True:
         found: set[fx.Node] = set()
         for node, alike in zip(nodes, same):
-            if node.name in inputs if node.op == "placeholder" else alike and _follows(node, found, group):
+            if own.isdisjoint(roots[node]) and (node.name in group.inputs if node.op == "placeholder"
+                                                else alike and _follows(node, found, group)):
                 found.add(node)
-        changed = {root.name for node in step.computing() if node not in found
-                   for written in mutated_args(node) for root in roots[written]}
-        if inputs.isdisjoint(changed):
+        before = len(own)
+        own.update(*(written[node] for node in nodes if node not in found))
+        if len(own) == before:
             return found
-        inputs = inputs - changed  # rule 1
 
 
 def _text(step: StepGraph, node: fx.Node, number: dict[fx.Node, int]) -> str:
