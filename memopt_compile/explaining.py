@@ -48,9 +48,9 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Fr
     budgets = options.get("memory_budget")
     if not isinstance(budgets, list | tuple):
         return Report.of(planned(step, args, options))
-    for budget in budgets:
-        Options.from_dict({**options, "memory_budget": budget})
-    record = planned(step, args, {**options, "memory_budget": None}, captured_only=True)
+    given = [Options.from_dict({**options, "memory_budget": budget}) for budget in budgets]
+    some = any(o.adapt or o.offload or o.partition_activations for o in given)  # which need a budget
+    record = planned(step, args, {**options, "memory_budget": budgets[0] if some else None}, captured_only=True)
     if record.captured is None:
         raise CaptureError(f"there is no whole step to plan: {record.reason or 'no backward() in it'}",
                            where=record.where, do="see memopt.explain with one budget or none")
