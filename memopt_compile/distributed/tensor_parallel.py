@@ -23,7 +23,7 @@ from . import agreement, planned
 from .storage import storage_of
 
 Origin = Sequence[tuple[str, Any, bool]]
-ELEMENTS = 1 << 15  # of a piece that is compared at once
+SMALLEST = 1 << 12  # elements that are compared at once
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,13 @@ def comparing(run: Callable, step: StepGraph, origin: Origin, where: str) -> Cal
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that other bytes, or the same in another order, would hardly have. Beside the tensor it takes
-    less than a MiB."""
+    """A number that other bytes, or the same in another order, would hardly have. Beside the tensor it takes a
+    small part of its bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat[:flat.numel() // 8 * 8].view(torch.int64)
-    weights = torch.arange(1, 2 * ELEMENTS, 2, device=flat.device) ** 5
+    length = max(SMALLEST, words.numel() // 64)
+    weights = torch.arange(1, 2 * length, 2, device=flat.device).pow_(5)
     found = (flat[words.numel() * 8:].to(torch.int64) * weights[:flat.numel() % 8]).sum()
-    for piece in words.split(ELEMENTS):
+    for piece in words.split(length):
         found = found * 0x9E3779B1 + (piece * weights[:piece.numel()]).sum()
     return found
