@@ -39,6 +39,11 @@ def waits_of(launch: fx.Node) -> list[fx.Node]:
     return [u for result in results for u in result.users if is_wait(u)]
 
 
+def arrived(value: fx.Node) -> fx.Node:
+    """What others may read of a storage: of a collective's result the wait for it."""
+    return next((u for u in value.users if is_wait(u)), value)
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values have to be there while `node` runs: a wait needs its collective's."""
     if is_wait(node) and is_collective(launch_of(node)):

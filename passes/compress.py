@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from memopt_compile.collectives import arrived
 from memopt_compile.compression import COMPRESS, DECOMPRESS, layout
 from memopt_compile.recomputing import last_of_forward, parts, recompute
 from memopt_compile.rematerialization import PUT_AWAY
@@ -41,16 +42,16 @@ class Compress(StepPass):
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         named = {n.name: n for n in step.computing()}
-        forms = {named[name]: form for name, form in step.plan.packed if form not in PUT_AWAY}
+        forms = {name: form for name, form in step.plan.packed if form not in PUT_AWAY}
         last = last_of_forward(step)
         behind: dict[fx.Node, fx.Node] = {}  # what has been put behind an operator, the last of it
         unpack: dict[fx.Node, Callable[[], fx.Node]] = {}
-        for value, form in forms.items():
-            place = last[value]
+        for name, form in forms.items():
+            place, value = last[named[name]], arrived(named[name])
             items = pack(step, value, form, behind.get(place, place))
             behind[place] = items[-1]
             unpack[value] = partial(unpacked, step, value, form, items)
-        recompute(step, parts(step, forms), source=unpack)
+        recompute(step, parts(step, unpack), source=unpack)
 
 
 def pack(step: StepGraph, value: fx.Node, form: str, behind: fx.Node) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from memopt_compile.collectives import arrived
 from memopt_compile.recomputing import last_of_forward, parts, recompute
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
@@ -41,8 +42,8 @@ class Offload(StepPass):
         last = last_of_forward(step)
         behind: dict[fx.Node, fx.Node] = {}  # what has been put behind an operator, the last of it
         fetch: dict[fx.Node, Callable[[], fx.Node]] = {}
-        for value in (named[name] for name, form in step.plan.packed if form == HOST):
-            place = last[value]
+        for name in (name for name, form in step.plan.packed if form == HOST):
+            place, value = last[named[name]], arrived(named[name])
             behind[place] = sent_to_host(step, value, behind.get(place, place))
             fetch[value] = partial(fetched, step, value, behind[place])
         recompute(step, parts(step, fetch), source=fetch)

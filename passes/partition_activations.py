@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from memopt_compile.collectives import arrived
 from memopt_compile.partition import PART, RANKS, RANKS_HOST, gathered
 from memopt_compile.recomputing import last_of_forward, parts, recompute
 from memopt_compile.step_graph import StepGraph
@@ -46,8 +47,7 @@ class PartitionActivations(StepPass):
         for name, form in step.plan.packed:
             if form not in (RANKS, RANKS_HOST):
                 continue
-            value = named[name]
-            place = last[value]
+            place, value = last[named[name]], arrived(named[name])
             with step.graph.inserting_after(behind.get(place, place)):
                 mine = step.call(value, PART, value, group.rank, group.ranks)
             behind[place] = sent_to_host(step, mine, mine) if form == RANKS_HOST else mine

@@ -9,16 +9,20 @@ from graphs import by_hand, gradient, outcome, seed, training_step, two_layers, 
 
 from memopt_compile import partition
 from memopt_compile.backends import eager
+from memopt_compile.compression import COMPRESS
 from memopt_compile.distributed.tensor_parallel import Group, fingerprint
 from memopt_compile.liveness import timeline
 from memopt_compile.memory_plan import MemoryPlan
 from memopt_compile.partition import RANKS, RANKS_HOST
 from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.compress import Compress
+from memopt_compile.passes.offload import Offload
 from memopt_compile.passes.partition_activations import PartitionActivations
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.rematerialization import Means
 from memopt_compile.replicated import alike
+from memopt_compile.transfers import TO_HOST
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -214,3 +218,24 @@ def test_fingerprint():
 def test_the_group_is_kept_by_copies():
     step = of_two(two_layers())
     assert dataclasses.replace(step.parallel) == step.copy().parallel
+
+
+@pytest.mark.parametrize("form", [RANKS, RANKS_HOST, "host", "int8"])
+def test_of_what_a_collective_brings_the_wait_is_read(form):
+    """A sum over ranks that backward reads: it is there behind its wait."""
+    def step(x, w):
+        h = c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", "0"))
+        loss = torch.tanh(h).sum()
+        seed(loss)
+        return gradient((1 - torch.tanh(h) ** 2).sum(0)), loss
+
+    graph = of_two(by_hand(step, ("x", torch.randn(6, 6)), ("p", torch.randn(6, 6))))
+    in_parts(graph, "all_reduce", form=form)
+    for each in (Compress(), Offload()):
+        if each.requires(graph) is None:
+            each.run(graph)
+            graph.verify()
+    call, = graph.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    wait, = call.users
+    kept = {u.target for u in wait.users} & {partition.PART, TO_HOST, COMPRESS}
+    assert len(kept) == 1 and graph.op_counts()["wait_tensor"] == 1 + (form in (RANKS, RANKS_HOST))

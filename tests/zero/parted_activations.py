@@ -82,6 +82,7 @@ def measured(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/found", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     plain: Any = None
+    first: list[float] = []
     for share, parts in [(None, False), *((share, parts) for share in SHARES for parts in (False, True))]:
         step, args, resident = made(mesh, layers=6, width=128, rows=4, length=128)
         options = {} if share is None else {"partition_activations": parts, "memory_budget": (
