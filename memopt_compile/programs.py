@@ -177,12 +177,16 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         less.append("halve the batch, or split it with memopt.micro_batches: about "
                     f"{format_bytes(needed - (needed - resident) // 2)}, if what the step holds beyond its "
                     f"inputs, {format_bytes(needed - resident)}, is in proportion to the batch")
-    if record.options.compress is None and resident < limit:
-        workspace = workspace_of(captured, record.lowering)
-        step, _ = pipelines.rewritten(captured.copy(), replace(record.options, compress="int4"),
-                                      record.lowering, workspace, limit, record.device)
-        less.append(f"allow compress='int4': {format_bytes(timeline(step, workspace).peak_bytes)}, by "
-                    "activations in fewer bits, with which gradients differ a little")
+    others = {"compress": ("int4", "by activations in fewer bits, with which gradients differ a little")}
+    if record.device.type == "cuda":
+        others["offload"] = True, "by activations that wait in the host's memory, unchanged"
+    for option, (setting, how) in others.items():
+        if not getattr(record.options, option) and resident < limit:
+            workspace = workspace_of(captured, record.lowering)
+            step, _ = pipelines.rewritten(captured.copy(), replace(record.options, **{option: setting}),
+                                          record.lowering, workspace, limit, record.device)
+            peak = format_bytes(timeline(step, workspace).peak_bytes)
+            less.append(f"allow {option}={setting!r}: {peak}, {how}")
     state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
     if saved := state * 3 // 4:
         less.append(f"memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping a "
