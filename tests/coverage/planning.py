@@ -1,14 +1,11 @@
 """What plans take of one core: six models, several budgets each and the smallest peak, as a table.
 
     python tests/coverage/planning.py [--only NAME ...] [--compress int4]
-    python tests/coverage/planning.py --whole [--only NAME ...]
-                                    all passes: without a budget, with one, and until one is refused
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from typing import Any
 from unittest import mock
@@ -17,7 +14,7 @@ import budget
 from tabulate import tabulate
 
 import memopt_compile as memopt
-from memopt_compile import explaining, planner
+from memopt_compile import planner
 from memopt_compile.rematerialization import Problem
 
 SHARES = (0.9, 0.7, 0.5)
@@ -41,36 +38,11 @@ def problem(name: str, compress: str | None) -> tuple[Problem, Any]:
     raise AssertionError("the step fits")
 
 
-def whole(name: str) -> list[str]:
-    """Seconds of one core that capture takes, and all passes behind it for several budgets."""
-    def spent(**options: Any) -> tuple[Any, float]:
-        step, batch, _ = budget.make_step(name)
-        start, found = time.process_time(), None
-        with contextlib.suppress(memopt.InfeasibleBudget):
-            found = explaining.planned(step, batch, {"lowering": "eager", **options})
-        return found, time.process_time() - start
-
-    step, batch, _ = budget.make_step(name)
-    start = time.process_time()
-    record = explaining.planned(step, batch, {"lowering": "eager"}, captured_only=True)
-    capture = time.process_time() - start
-    resident, beyond = record.before.resident_bytes, record.before.transient_peak_bytes
-    budgets = [None, *(resident + int(share * beyond) for share in (0.7, 0.5)), resident + 1]
-    planned = [spent(memory_budget=size) for size in budgets]
-    return [name, str(len(record.captured.graph.nodes)), f"{capture:.1f}",
-            *(f"{seconds - capture:.1f}" + (" (refused)" if found is None else "") for found, seconds in planned)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(budget.MODELS), choices=list(budget.MODELS))
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
-    parser.add_argument("--whole", action="store_true")
     given = parser.parse_args()
-    if given.whole:
-        head = ["model", "nodes", "capture", "no budget", "0.7", "0.5", "the inputs and a byte"]
-        print(tabulate([whole(name) for name in given.only], head, tablefmt="github", disable_numparse=True))
-        return
     rows = []
     for name in given.only:
         found, groups = problem(name, given.compress)
