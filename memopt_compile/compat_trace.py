@@ -152,3 +152,10 @@ def start_fake_group(count: int) -> None:
 def default_store() -> Any:
     """The key-value store by which the ranks of this process's group have found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+class GraphOnly(fx.GraphModule):
+    """A graph with its constants, never called: writing and compiling code for one takes as long as a pass."""
+
+    def recompile(self) -> Any:
+        return None

@@ -13,6 +13,7 @@ run either, since the other ranks would take part: what gloo holds is known (`_o
 from __future__ import annotations
 
 import functools
+import operator
 from functools import partial
 from typing import Any
 
@@ -49,23 +50,25 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     if any(t.device.type != "cpu" for t in tensors):
         return no_workspace
 
-    seen: dict[fx.Node, tuple[list[Any], int]] = {}  # what a call was, and what it held
+    seen: dict[fx.Node, tuple[tuple, int]] = {}  # what a call was, and what it held
 
     def held(node: fx.Node) -> int:
-        if is_wait(node) or is_collective(node):
-            return _of_gloo(launch_of(node) if is_wait(node) else node)
+        call = (node.target, node.args, node.kwargs, *[n.meta.get("val") for n in node.all_input_nodes])
+        known = seen.get(node)
+        if known is None or not all(map(operator.is_, call, known[0])):
+            if is_wait(node) or is_collective(node):  # what a wait holds is not in its own call
+                return _of_gloo(launch_of(node) if is_wait(node) else node)
+            known = seen[node] = call, asked(node)
+        return known[1]
+
+    def asked(node: fx.Node) -> int:
         if _is_view(node.target):
             return 0
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
-        call = [node.target, node.args, node.kwargs,
-                *(n.meta.get("val") for n in node.all_input_nodes)]
-        if node not in seen or any(a is not b for a, b in zip(call, seen[node][0])):
-            args, kwargs = pytree.tree_map_only(
-                fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
-            seen[node] = call, (_inside(step, node, held)
-                                or workspace_bytes(node.target, args, kwargs))
-        return seen[node][1]
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
+        return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
 
     return held
 

@@ -82,14 +82,14 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
     captured, before = record.captured, record.before
     sizes = {devices.budget_bytes(b, before.peak_bytes, record.device, before.resident_bytes)
              for b in budgets}
-    points = []
+    points, heads = [], {}
+    costs = workspace(captured, record.lowering)
     for size in sorted(sizes, reverse=True):
         if points and not points[-1].fits:  # what was the smallest for more is it for less
             points.append(replace(points[-1], budget_bytes=size))
             continue
-        costs = workspace(captured, record.lowering)
-        step, _ = pipelines.rewritten(captured.copy(), record.options, record.lowering, costs, size,
-                                      record.device)
+        step, _ = pipelines.rewritten(captured, record.options, record.lowering, costs, size, record.device,
+                                      heads=heads)
         points.append(Point(size, timeline(step, costs).peak_bytes,
                             step.plan.seconds if step.plan else 0.0))
     seconds = cost_model(record.options.costs, record.device)

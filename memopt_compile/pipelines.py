@@ -128,6 +128,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     return tuple(make() for wanted, make in story if wanted)
 
 
+Heads = dict[tuple[StepPass, ...], tuple[StepGraph, tuple["PassRecord", ...]]]
+
+
 def rewritten(
     step: StepGraph,
     options: Options,
@@ -137,21 +140,32 @@ def rewritten(
     device: torch.device | None = None,
     observe: Callable[[str, StepGraph], None] | None = None,
     formats: Mapping[str, str] = NO_FORMATS,
+    heads: Heads | None = None,
 ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
-    """The step after the `default` passes, and their records. `step` may be changed.
+    """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
     What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
     at once, and the planner does not take them back. Then all of it is left to the planner. If nothing
     fits either way, the smaller peak of both is taken.
+
+    Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
+    lowering, has what these passes have made of it, for other plans.
     """
     apply = partial(run, costs=workspace, workspace=workspace, observe=observe)
     chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
-    if limit_bytes is None or not options.recompute:
+    if limit_bytes is None:
         return step, apply(step, chosen())
-    found = []
-    for free, smallest in ((True, False), (False, True), (True, True)):
-        twin = step.copy()
-        records = apply(twin, chosen(free=free, smallest=smallest))
+    heads, found = {} if heads is None else heads, []
+    ways = ((True, False), (False, True), (True, True)) if options.recompute else ((True, True),)
+    for free, smallest in ways:
+        passes = chosen(free=free, smallest=smallest)
+        knows = next(i for i, each in enumerate(passes) if getattr(each, "peak_bytes", None) is not None)
+        head = passes[:knows]
+        if head not in heads:
+            twin = step.copy()
+            heads[head] = twin, apply(twin, head)
+        twin, records = heads[head][0].copy(), heads[head][1]
+        records += apply(twin, passes[knows:])
         peak = timeline(twin, workspace).peak_bytes
         found.append((peak, twin, records))
         if peak <= limit_bytes:

@@ -54,19 +54,20 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         if record.options.offload and record.device.type == "cpu":
             raise OptionError("the step runs on the CPU: its activations are in the host's memory as it is",
                               where=f"{record.where}, offload=True", do="leave offload out")
-        captured = step.copy()
-        program = _within(limit, captured, record)
+        program = _within(limit, step, record)
     record.dump()
     if limit is not None and program.peak_bytes > limit:
-        raise _refusal(captured, record)
+        raise _refusal(step, record)
     if record.device.type == "cpu":
         devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
     program, plan = _measured(program, record), record.step.plan
     run: Callable = program.run
     if program.watched:
-        run = Adaptive(program, partial(_planned_again, captured, record), record.where, record.history)
+        run = Adaptive(program, partial(_planned_again, step, record), record.where, record.history)
     if any(n.target is REQUIRE_FINITE for n in record.step.computing()):
-        run = falling_back(run, partial(_exactly, captured, record), record.device)
+        run = falling_back(run, partial(_exactly, step, record), record.device)
+    if run is program.run:  # it will not be planned again
+        record.heads.clear()
     if record.versions and plan and plan.largest_error:
         run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
                        record.options.max_gradient_error, record.where, record.compressed)
@@ -75,14 +76,14 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
 
 def _within(limit: int, captured: StepGraph, record: Compilation,
             formats: Mapping[str, str] = pipelines.NO_FORMATS) -> Program:
-    """The program of a copy of `captured` that is planned for `limit` bytes of peak, if that is possible.
+    """The program of `captured` that is planned for `limit` bytes of peak, if that is possible.
 
     Inductor allocates a little otherwise than the schedule says: how much, only its code tells. And
     what looks at activations has some bytes of its own.
     """
     planned = limit
     for _ in range(1 + RETRIES):
-        program = _program(captured.copy(), record, planned, formats)
+        program = _program(captured, record, planned, formats)
         excess = program.peak_bytes - limit
         if excess <= 0 or program.plan and not program.plan.fits:
             break
@@ -103,7 +104,7 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
             watch.observe(name, step)
 
     step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
-                                              record.device, observe, formats)
+                                              record.device, observe, formats, record.heads)
     record.step, record.after = step, timeline(step, workspace)
     run, peak = _lowered(step, record.lowering)
     program = Program(run, step.plan, peak)
@@ -146,7 +147,7 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
     if record.exact is None:
         options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
-                            before=record.before)
+                            before=record.before, heads=record.heads)
         limit = record.budget_bytes() or 0
         record.exact = _within(limit, captured, exact).run
         log.warning("%s: an activation is not finite, which few bits cannot hold: the step was taken back "
@@ -177,12 +178,16 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         less.append("halve the batch, or split it with memopt.micro_batches: about "
                     f"{format_bytes(needed - (needed - resident) // 2)}, if what the step holds beyond its "
                     f"inputs, {format_bytes(needed - resident)}, is in proportion to the batch")
-    if record.options.compress is None and resident < limit:
-        workspace = workspace_of(captured, record.lowering)
-        step, _ = pipelines.rewritten(captured.copy(), replace(record.options, compress="int4"),
-                                      record.lowering, workspace, limit, record.device)
-        less.append(f"allow compress='int4': {format_bytes(timeline(step, workspace).peak_bytes)}, by "
-                    "activations in fewer bits, with which gradients differ a little")
+    others = {"compress": ("int4", "by activations in fewer bits, with which gradients differ a little")}
+    if record.device.type == "cuda":
+        others["offload"] = True, "by activations that wait in the host's memory, unchanged"
+    for option, (setting, how) in others.items():
+        if not getattr(record.options, option) and resident < limit:
+            workspace = workspace_of(captured, record.lowering)
+            step, _ = pipelines.rewritten(captured, replace(record.options, **{option: setting}),
+                                          record.lowering, workspace, limit, record.device, heads=record.heads)
+            peak = format_bytes(timeline(step, workspace).peak_bytes)
+            less.append(f"allow {option}={setting!r}: {peak}, {how}")
     state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
     if saved := state * 3 // 4:
         less.append(f"memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping a "

@@ -20,6 +20,7 @@ from .errors import OptionError
 from .liveness import Timeline
 from .measure import measure
 from .options import Options
+from .pipelines import Heads
 from .render import Report
 from .shadow import GradientError
 from .step_graph import StepGraph, source_line
@@ -40,7 +41,7 @@ class Compilation:
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
-    `options.adapt` has brought.
+    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Compilation:
     texts: dict[str, str] = field(default_factory=dict)
     program: str | None = None
     folder: Path | None = None
+    heads: Heads = field(default_factory=dict, repr=False)
 
     def observe(self, name: str, step: StepGraph) -> None:
         """Keep and show the graph as it is now, where someone asked to see it.

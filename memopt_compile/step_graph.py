@@ -29,7 +29,7 @@ from .collectives import (
     waits_of,
     whole_bytes,
 )
-from .compat_trace import hinted
+from .compat_trace import GraphOnly, hinted
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
 
@@ -110,7 +110,7 @@ class StepGraph:
         graph, twin = fx.Graph(), {}
         graph.output(graph.graph_copy(self.graph, twin))
         graph.output_node().meta.update(self.graph.output_node().meta)
-        return replace(self, module=fx.GraphModule(self.module, graph),
+        return replace(self, module=GraphOnly(self.module, graph),
                        phases={twin[n]: phase for n, phase in self.phases.items()},
                        gradients={twin[n]: number for n, number in self.gradients.items()})
 
@@ -348,8 +348,8 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         shared = aliased_args(node) if node.op == "call_function" else []
-        roots[node] = (frozenset().union(*(roots[a] for a in shared)) if shared
-                       else frozenset([node]))
+        found = [roots[a] for a in shared] or [frozenset([node])]
+        roots[node] = found[0] if len(found) == 1 else frozenset().union(*found)
     return roots
 
 

@@ -178,7 +178,7 @@ def _simplify(step: StepGraph) -> None:
 def _viewed(node: fx.Node, storages: _Storages) -> fx.Node | None:
     """Rule 3: the earliest value that `node` is an equal view of."""
     found, at = None, node
-    while not mutated_args(at) and not at.is_impure() and len(shared := aliased_args(at)) == 1:
+    while len(shared := aliased_args(at)) == 1 and not mutated_args(at) and not at.is_impure():
         at = shared[0]
         # An object that the caller holds twice differs from two that share a storage.
         clash = node in storages.returned and (at.op == "placeholder" or at in storages.returned)
@@ -221,12 +221,9 @@ def _plain_copies(source: Tensor, wanted: Tensor) -> list[tuple[Any, dict[str, A
 
 
 def _is_shareable(node: fx.Node) -> bool:
-    if node.is_impure() or mutated_args(node):
-        return False
-    if aliased_args(node):
-        return True
-    scalars = [node.meta["val"], *(a.meta.get("val") for a in node.all_input_nodes)]
-    return all(not isinstance(s, Tensor) or s.dim() == 0 for s in scalars)
+    values = [node.meta["val"], *(a.meta.get("val") for a in node.all_input_nodes)]
+    scalars = all(not isinstance(v, Tensor) or v.dim() == 0 for v in values)
+    return (scalars or bool(aliased_args(node))) and not mutated_args(node) and not node.is_impure()
 
 
 def _key(value: Any) -> Any:

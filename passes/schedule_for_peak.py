@@ -21,7 +21,6 @@ Memory: the predicted peak falls or stays. Numbers: bit for bit, nothing is comp
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +32,6 @@ from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
 Before = dict[fx.Node, list[fx.Node]]
-Move = Callable[[list[fx.Node], Before, Lifetimes], list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,15 @@ class ScheduleForPeak(StepPass):
 def best_order(given: list[fx.Node], before: Before, life: Lifetimes, rounds: int,
                workspace: Workspace | None = None) -> list[fx.Node]:
     """The best order found from `given`; `given` itself if none is better."""
-    best, lightest = given, weight(given, life, workspace)
+    held = {node: workspace(node) for node in given} if workspace else None
+    extra = held.__getitem__ if held else None  # asked for once, not for every order
+    best, lightest = given, weight(given, life, extra)
     for _ in range(rounds):
         start = best
-        for moves in ((late,), (early,), (late, early), (early, late)):  # rules 1 to 3
-            order = start
-            for move in moves:
-                order = move(order, before, life)
-            found = weight(order, life, workspace)
+        late_first, early_first = late(start, before, life), early(start, before, life)
+        for order in (late_first, early_first,  # rules 1 to 3
+                      early(late_first, before, life), late(early_first, before, life)):
+            found = weight(order, life, extra)
             if found < lightest:
                 best, lightest = order, found
         if best is start:

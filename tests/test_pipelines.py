@@ -168,3 +168,19 @@ def test_what_is_free_gives_way_to_a_tight_budget():
     found, records = pipelines.rewritten(step, options, "inductor", costs, limit, device)
     assert found.plan.fits and timeline(found, costs).peak_bytes <= limit
     assert "rematerialize_free" not in {r.name for r in records}
+
+
+def test_plans_of_one_step_share_the_passes_that_no_limit_changes():
+    layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]
+    step = training_step(nn.Sequential(*layers, nn.Linear(32, 4)).double(), batch=256)
+    costs, options, device = workspace(step), Options(lowering="eager"), torch.device("cpu")
+    before, text, heads, ran = timeline(step, costs), step.text(), {}, []
+    for share in (0.9, 0.7):
+        limit = before.resident_bytes + int(share * before.transient_peak_bytes)
+        alone, expected = pipelines.rewritten(step, options, "eager", costs, limit, device)
+        found, records = pipelines.rewritten(step, options, "eager", costs, limit, device,
+                                             lambda name, _: ran.append(name), heads=heads)
+        assert found.text() == alone.text() and str(found.plan) == str(alone.plan)
+        assert [r.name for r in records] == [r.name for r in expected]
+    assert step.text() == text
+    assert ran.count("canonicalize") == 1 and ran.count("plan_memory") > 1

@@ -7,18 +7,20 @@ from graphs import captured, mlp, ordinary_step, outcome, training_step, two_lay
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile import pipelines
+from memopt_compile import pipelines, programs
 from memopt_compile.backends import eager, inductor
-from memopt_compile.errors import OptionError
+from memopt_compile.costs import workspace
+from memopt_compile.errors import InfeasibleBudget, OptionError
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.memory_plan import MemoryPlan
-from memopt_compile.options import Options
+from memopt_compile.options import Options, format_bytes
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.offload import Offload
 from memopt_compile.passes.overlap_transfers import OverlapTransfers
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.records import Compilation
 from memopt_compile.rematerialization import Means
 from memopt_compile.transfers import ARRIVED, FROM_HOST, SENT, TO_HOST
 
@@ -152,6 +154,23 @@ def test_dropout_and_norms_in_the_whole_pipeline():
         torch.manual_seed(1)
         results.append(outcome(eager.lower(each), values))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*results))
+
+
+def refusal_of(step, limit, device, **options):
+    made = Options(lowering="eager", memory_budget=limit, **options)
+    with pytest.raises(InfeasibleBudget) as refusal:
+        programs.fitted(step.copy(), Compilation("step", made, "eager", "here", device=device))
+    return refusal.value.do
+
+
+def test_a_refusal_on_a_gpu_has_the_price_of_host_memory():
+    step = training_step(mlp(4), batch=256)
+    limit = timeline(step).resident_bytes + 4096
+    options = Options(lowering="eager", memory_budget=limit, offload=True)
+    twin, _ = pipelines.rewritten(step.copy(), options, "eager", workspace(step), limit, CUDA)
+    price = f"allow offload=True: {format_bytes(timeline(twin, workspace(step)).peak_bytes)}, "
+    assert price in refusal_of(step, limit, CUDA)
+    assert "offload" not in refusal_of(step, limit, CPU) + refusal_of(step, limit, CUDA, offload=True)
 
 
 def test_one_piece_is_refused():
