@@ -40,6 +40,9 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
                           "each micro-batch by the norm over all ranks")
     found = [storage_of(example) for _, example, _ in origin]
     storages = [s for s in found if s is not None]
+    if storages and options.partition_activations:
+        raise OptionError("parameters are sharded by memopt.shard_, whose ranks do not share layers",
+                          where=f"{where}, partition_activations=True", do="leave partition_activations out")
     for (label, _, trained), storage in zip(origin, found):
         if stage and trained and storage is None:
             raise OptionError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat, compat_trace
 from ..errors import OptionError, RankError
-from ..step_graph import Role, StepGraph
+from ..step_graph import Role, StepGraph, describe, op_name
 from . import agreement, planned
 from .storage import storage_of
 
@@ -48,7 +49,8 @@ def group_of(step: StepGraph, origin: Origin, where: str) -> Group:
     """The group that shares the layers of `step`, with what all of it have alike.
 
     Raises:
-        OptionError: no parameter is shared so, or they are shared in more than one way.
+        OptionError: no parameter is shared so, they are shared in more than one way, or the ranks' steps
+            have other sizes: with these they would plan each for itself, and wait for each other.
     """
     where = f"{where}, partition_activations=True"
     found = {(example.device_mesh, dim) for _, example, _ in origin
@@ -69,9 +71,14 @@ def group_of(step: StepGraph, origin: Origin, where: str) -> Group:
     group = Group(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), mesh)
     with compat_trace.real_tensors():  # torch is tracing
         mine = [_value(step, i, origin, shared, dim) for i in range(len(step.inputs))]
-    everyone = group.exchange([*mine, [digest(state) for state in _generators()]])
-    same = [text is not None and all(each[i:i + 1] == [text] for each in everyone)
-            for i, text in enumerate(everyone[group.rank])]
+    mine.append(" ".join(digest(state) for state in _generators()))
+    everyone = group.exchange((mine, [f"{op_name(node)}: {describe(node)}" for node in step.graph.nodes]))
+    for sizes in zip_longest(*(each for _, each in everyone)):
+        if len(set(sizes)) > 1:
+            raise OptionError(f"ranks of the tensor-parallel group have other sizes: {' and '.join(map(str, sizes))}",
+                              where=where, do="have the number of ranks divide heads, widths and vocabulary, or "
+                              "leave the option out")
+    same = [len(set(texts)) == 1 and texts[0] is not None for texts in zip(*(each for each, _ in everyone))]
     return replace(group, inputs=frozenset(i.name for i, alike in zip(step.inputs, same) if alike),
                    random=same[-1])
 

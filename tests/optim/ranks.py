@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -72,6 +73,8 @@ def _on_ranks(count: int, folder: Path, function: Callable, args: tuple) -> list
 
 
 def _rank(rank: int, count: int, place: Path, function: Callable, args: tuple) -> None:
+    gc.freeze()  # as in conftest: what imports have made is not gone through again and again
+    gc.set_threshold(10_000, 10, 20)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}/found", rank=rank,
                             world_size=count, timeout=timedelta(minutes=3))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ranks import on_ranks, once
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import memopt_compile as memopt
@@ -28,21 +29,23 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int, dropout: float, width: int = 32) -> None:
+    def __init__(self, layers: int, dropout: float, classes: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(layers)))
-        self.head = nn.Linear(width, 8)
+        self.blocks = nn.Sequential(*(Block(32, dropout) for _ in range(layers)))
+        self.head = nn.Linear(32, classes)
 
     def forward(self, x):
         return self.head(self.blocks(x))
 
 
-def made(mesh, layers=5, dropout=0.2, dtype=torch.float64):
+def made(mesh, layers=5, dropout=0.2, dtype=torch.float64, classes=8):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Model(layers, dropout).to(dtype)
+    model = Model(layers, dropout, classes).to(dtype)
     for block in model.blocks if mesh else ():
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if classes % 2:  # this layer too, unevenly
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -64,8 +67,8 @@ def batches(dtype=torch.float64, rows=256):
                torch.randint(8, (rows,), generator=generator))
 
 
-def trained(mesh, dropout=0.2, lowering="eager", dtype=torch.float64, **options):
-    model, opt = made(mesh, dropout=dropout, dtype=dtype)
+def trained(mesh, layers=5, classes=8, lowering="eager", dtype=torch.float64, **options):
+    model, opt = made(mesh, layers, dtype=dtype, classes=classes)
     step = step_of(model, opt)
     run = memopt.compile(step, lowering=lowering, **options)
     torch.manual_seed(7)
@@ -111,7 +114,8 @@ def of_pair(rank, ranks):
     found = {"plain": plain, "parts": within(0.86, recompute=False, partition_activations=True),
              "both": within(0.32, partition_activations=True)}
     torch.manual_seed(rank)  # no longer the same numbers on all ranks
-    found["refused"] = refused(lambda: trained(None, memory_budget=0.9, partition_activations=True))
+    found["refused"] = refused(lambda: trained(None, layers=1, memory_budget=0.9, partition_activations=True))
+    found["uneven"] = refused(lambda: trained(mesh, layers=1, classes=9, memory_budget="1GiB", partition_activations=True))
     found["own batch"] = with_its_own_batch(mesh, rank)
     return found
 
@@ -165,3 +169,8 @@ def test_refused_without_layers_that_are_shared(pair):
 def test_another_batch_is_an_error_before_anything_is_written(pair):
     for said, untouched in (rank["own batch"] for rank in pair):
         assert "not the same on all ranks" in said and "L['x']" in said and untouched
+
+
+def test_ranks_with_other_sizes_are_refused(pair):
+    """Each would plan for itself, and wait for a collective that the other does not make."""
+    assert all("have other sizes" in rank["uneven"] for rank in pair)
