@@ -1,7 +1,7 @@
 """The ranks that share the layers of a model, as DTensors say, and the inputs of a step that all have alike.
 
 Inputs are compared by their bytes when the step is compiled, unless a DTensor says that each rank has
-its own. The batch and the random generators, which code between steps may change, are compared again in
+its own. Batch, numbers and random generators, which code between steps may change, are compared again in
 every call.
 """
 
@@ -110,19 +110,22 @@ def _generators() -> list[Tensor]:
 
 
 def comparing(run: Callable, step: StepGraph, origin: Origin, where: str) -> Callable:
-    """`run`, the step as it is called, if batch and generators are the same on all ranks.
+    """`run`, the step as it is called, if batch, numbers and generators are the same on all ranks.
 
     Raises:
         RankError: they are not, when called.
     """
     group = step.parallel
-    labels = {given.label for given in step.inputs if given.name in group.inputs and given.role is Role.BATCH}
-    places = [i for i, (label, _, _) in enumerate(origin) if label in labels]
+    given = {each.label: each for each in reversed(step.inputs)}  # of a DTensor the tensor inside comes first
+    places = [i for i, (label, example, _) in enumerate(origin) if isinstance(example, Tensor | float | int)
+              and label in given and given[label].name in group.inputs
+              and given[label].role in (Role.BATCH, Role.NUMBER)]
     names = [*(origin[i][0] for i in places), "the state of the random generators"]
 
     def compare(inputs: Sequence[Any]) -> None:
-        drawn = torch.cat(_generators()) if group.random else torch.empty(0, dtype=torch.uint8)
-        mine = torch.stack([fingerprint(t).to(group.mesh.device_type) for t in (*(inputs[i] for i in places), drawn)])
+        drawn = torch.cat(_generators()) if group.random else torch.empty(0)
+        values = [*(torch.as_tensor(inputs[i]) for i in places), drawn]
+        mine = torch.stack([fingerprint(value).to(group.mesh.device_type) for value in values])
         everyone = mine.new_empty(group.ranks, len(mine))
         torch.distributed.all_gather(list(everyone), mine, group=group.mesh.get_group())
         other = (everyone != mine).any(0).tolist()

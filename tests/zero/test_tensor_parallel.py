@@ -92,14 +92,20 @@ def refused(call):
         return str(error)
 
 
-def with_its_own_batch(mesh, rank):
-    """The second batch is this rank's own: after a first that was the same for all."""
+def with_its_own(mesh, rank):
+    """After a first call that was the same for all: a batch, a number and a seed of this rank's own."""
     model, opt = made(mesh, layers=1)
+    torch.manual_seed(3)
     run = memopt.compile(step_of(model, opt), lowering="eager", memory_budget="1GiB", partition_activations=True)
     (x, y), (again, _), _ = batches()
     run(x, y)
     before = [p.detach().clone() for p in model.head.parameters()]
-    said = refused(lambda: run(again + rank, y))
+    said = [refused(lambda: run(again + rank, y))]
+    opt.param_groups[0]["lr"] = 0.2 + rank
+    said.append(refused(lambda: run(again, y)))
+    opt.param_groups[0]["lr"] = 0.1
+    torch.manual_seed(rank)
+    said.append(refused(lambda: run(again, y)))
     return said, all(torch.equal(a, b) for a, b in zip(before, model.head.parameters()))
 
 
@@ -116,7 +122,7 @@ def of_pair(rank, ranks):
     torch.manual_seed(rank)  # no longer the same numbers on all ranks
     found["refused"] = refused(lambda: trained(None, layers=1, memory_budget=0.9, partition_activations=True))
     found["uneven"] = refused(lambda: trained(mesh, layers=1, classes=9, memory_budget="1GiB", partition_activations=True))
-    found["own batch"] = with_its_own_batch(mesh, rank)
+    found["own"] = with_its_own(mesh, rank)
     return found
 
 
@@ -166,9 +172,10 @@ def test_refused_without_layers_that_are_shared(pair):
         assert "parallelize_module" in rank["refused"]
 
 
-def test_another_batch_is_an_error_before_anything_is_written(pair):
-    for said, untouched in (rank["own batch"] for rank in pair):
-        assert "not the same on all ranks" in said and "L['x']" in said and untouched
+def test_what_only_one_rank_has_is_an_error_before_anything_is_written(pair):
+    for said, untouched in (rank["own"] for rank in pair):
+        for each, name in zip(said, ("L['x']", "['lr']", "the state of the random generators")):
+            assert "not the same on all ranks" in each and name in each and untouched
 
 
 def test_ranks_with_other_sizes_are_refused(pair):
