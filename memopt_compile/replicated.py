@@ -28,7 +28,7 @@ from .ordering import is_random
 from .step_graph import StepGraph, describe, mutated_args, op_name, storage_roots
 
 ALIKE = ("all_reduce", "all_gather_into_tensor", "broadcast")  # and in buckets
-OF_A_SHAPE = ("bernoulli.p", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like")  # read no values
+OF_A_SHAPE = ("bernoulli.p", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like")  # of the first operand
 
 
 def alike(step: StepGraph) -> set[fx.Node]:
@@ -71,4 +71,5 @@ def _follows(node: fx.Node, found: set[fx.Node], group: Group) -> bool:
         return False
     if is_collective(node):
         return group.name in node.args and name.removesuffix("_coalesced") in ALIKE
-    return name.startswith(OF_A_SHAPE) or all(a in found for a in node.all_input_nodes)
+    unread = node.args[:1] if name.startswith(OF_A_SHAPE) else ()
+    return all(a in found or a in unread for a in node.all_input_nodes)
