@@ -16,6 +16,7 @@ from .compat_trace import hinted
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # .. and of waiting for their results
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 def is_collective(node: fx.Node) -> bool:

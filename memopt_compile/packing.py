@@ -9,6 +9,7 @@ from types import MappingProxyType
 from torch import Tensor, fx
 
 from . import partition
+from .collectives import GATHER
 from .compression import COMPRESS, DECOMPRESS, is_dense, layout
 from .distributed.tensor_parallel import Group
 from .quantization.activations import FORMATS
@@ -81,7 +82,7 @@ def in_parts(node: fx.Node, seconds: Callable[[fx.Node], float], group: Group, h
     source, mine = graph.placeholder(node.name), graph.placeholder("part")
     source.meta["val"], mine.meta["val"] = value, partition.PART(value, group.rank, group.ranks)
     encode = graph.call_function(partition.PART, (source, group.rank, group.ranks))
-    decode = graph.call_function(partition.GATHER, (mine, group.ranks, group.name))
+    decode = graph.call_function(GATHER, (mine, group.ranks, group.name))
     encode.meta["val"], decode.meta["val"] = mine.meta["val"], value
     time = seconds(encode) + seconds(decode)
     kept = Packed(partition.RANKS, nbytes(mine.meta["val"]), time, encode, decode)

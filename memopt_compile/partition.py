@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from .collectives import WAIT
+from .collectives import GATHER, WAIT
 from .compression import is_dense, layout
 from .distributed.tensor_parallel import Group
 from .step_graph import Phase, StepGraph
 
 RANKS, RANKS_HOST = "ranks", "ranks, host"  # the forms of an activation whose parts wait here, or on the host
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -39,7 +39,7 @@ from .step_graph import (
 from .transfers import HOST
 
 NEVER = 10**9  # a position behind every other
-PUT_AWAY = {RANKS: 1, RANKS_HOST: 1, HOST: 2}  # forms of passes behind `compress`, in their order
+PUT_AWAY = {RANKS: "partition", RANKS_HOST: "partition", HOST: "offload"}  # forms of passes behind `compress`
 NOTHING: Mapping[int, Packed] = MappingProxyType({})
 
 
@@ -235,7 +235,7 @@ def simulate(problem: Problem, again: Collection[int],
     born, size = dict(life.born), dict(life.size)
     held: dict[Any, fx.Node] = {}  # what runs: as itself, again, or to pack
     packing: dict[int, list[int]] = {}  # values by the position behind which they are packed
-    for v in sorted(packed, key=lambda v: (PUT_AWAY.get(packed[v].form, 0), v)):  # as the passes come
+    for v in sorted(packed, key=lambda v: (packed[v].form == HOST, packed[v].form in PUT_AWAY, v)):  # as the passes come
         packing.setdefault(values[v].last, []).append(v)
 
     def owner(value: int) -> Any:

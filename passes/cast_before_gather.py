@@ -18,12 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.collectives import waits_of
+from memopt_compile.collectives import GATHER, waits_of
 from memopt_compile.step_graph import StepGraph, aliased_args, mutated_args
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.collectives import waits_of
+from memopt_compile.collectives import GATHER, waits_of
 from memopt_compile.quantization.operators import DEQUANTIZE
 from memopt_compile.recomputing import recompute
 from memopt_compile.step_graph import Phase, Role, StepGraph, aliased_args, mutated_args
 from memopt_compile.step_pass import StepPass
 
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 aten = torch.ops.aten
 SAME_VALUES = (aten._to_copy.default, aten.clone.default)
 

@@ -24,12 +24,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.collectives import operands, waits_of
+from memopt_compile.collectives import GATHER, operands, waits_of
 from memopt_compile.step_graph import StepGraph, Window, storage_roots
 from memopt_compile.step_pass import StepPass
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-GATHER = c10d.all_gather_into_tensor.default
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,11 @@ import torch
 from memopt_compile import planner
 from memopt_compile.liveness import no_workspace, resident_bytes, timeline
 from memopt_compile.memory_plan import Decision, MemoryPlan
-from memopt_compile.partition import RANKS, RANKS_HOST
-from memopt_compile.rematerialization import ALL_EXACT, Means, Problem, problem
+from memopt_compile.rematerialization import ALL_EXACT, PUT_AWAY, Means, Problem, problem
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
 from memopt_compile.structure import groups
 from memopt_compile.timing import cost_model
-from memopt_compile.transfers import HOST
-
-PUT_AWAY = {HOST: "offload", RANKS: "partition", RANKS_HOST: "partition"}  # the words for forms
 
 
 @dataclass(frozen=True)

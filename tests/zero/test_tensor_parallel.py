@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import step_of
 from ranks import on_ranks, once
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,17 +48,6 @@ def made(mesh, layers=5, dropout=0.2, dtype=torch.float64, classes=8):
     if classes % 2:  # this layer too, unevenly
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def step_of(model, opt):
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def batches(dtype=torch.float64, rows=256):
