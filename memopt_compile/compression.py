@@ -97,12 +97,13 @@ def order_of(size: Sequence[int], stride: Sequence[int]) -> list[int]:
 
 def is_dense(value: Tensor) -> bool:
     """Whether `value` is a matrix at least and has each element of its storage once."""
+    sizes, strides, _ = layout(value)
     expected = 1
-    for d in reversed(order_of(value.shape, value.stride())):
-        if value.shape[d] != 1 and value.stride(d) != expected:
+    for d in reversed(order_of(sizes, strides)):
+        if sizes[d] != 1 and strides[d] != expected:
             return False
-        expected *= value.shape[d]
-    return value.dim() > 0 and expected * value.element_size() == value.untyped_storage().nbytes()
+        expected *= sizes[d]
+    return value.dim() > 0 and expected * value.element_size() == hinted(value.untyped_storage().nbytes())
 
 
 def slabs_of(packing: Packing, rows: int, columns: int) -> Iterator[slice]:

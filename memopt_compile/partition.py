@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .collectives import GATHER, WAIT
+from .compat_trace import hinted
 from .compression import is_dense, layout
 from .distributed.tensor_parallel import Group
 from .step_graph import Phase, StepGraph
@@ -35,7 +36,7 @@ PART = torch.ops.memopt.part.default
 
 def can_be_parted(value: object, ranks: int) -> bool:
     return (isinstance(value, Tensor) and value.dtype in KINDS and is_dense(value)
-            and value.numel() % ranks == 0)
+            and hinted(value.numel()) % ranks == 0)
 
 
 def gathered(step: StepGraph, value: fx.Node, mine: fx.Node, group: Group) -> fx.Node:

@@ -5,9 +5,20 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import by_hand, gradient, outcome, seed, training_step, two_layers, values_for
+from graphs import (
+    by_hand,
+    captured,
+    gradient,
+    mlp,
+    ordinary_step,
+    outcome,
+    seed,
+    training_step,
+    two_layers,
+    values_for,
+)
 
-from memopt_compile import partition
+from memopt_compile import compat_trace, partition
 from memopt_compile.backends import eager
 from memopt_compile.compression import COMPRESS
 from memopt_compile.distributed.tensor_parallel import Group, fingerprint
@@ -139,6 +150,27 @@ def test_the_peak_is_the_planned_one():
     step.verify()
     assert {d.choice for d in step.plan.decisions} == {"keep", "partition"}
     assert timeline(step).transient_peak_bytes == step.plan.peak_bytes <= limit - peak.resident_bytes
+
+
+@pytest.mark.parametrize("means", [Means(again=False, parts=True), Means(again=False, host=True)])
+def test_sizes_that_vary_are_planned_as_they_are_now(means):
+    """A last short batch makes sizes symbolic."""
+    model = mlp(4)
+    x, y = torch.randn(256, 32, dtype=torch.float64), torch.zeros(256, dtype=torch.int64)
+    for each in (x, y):
+        compat_trace.let_batch_vary(each)
+    step = of_two(captured(ordinary_step(model, torch.optim.SGD(model.parameters())), x, y))
+    assert any(isinstance(n.meta["val"], torch.SymInt) for n in step.placeholders)
+    Canonicalize().run(step)
+    peak = timeline(step)
+    limit = peak.resident_bytes + int(0.9 * peak.transient_peak_bytes)
+    PlanMemory(limit, torch.device("cpu"), means).run(step)
+    assert step.plan.packed
+    for each in (PartitionActivations(), Offload()):
+        if each.requires(step) is None:
+            each.run(step)
+            step.verify()
+    assert timeline(step).peak_bytes <= limit
 
 
 def with_words(fn):
