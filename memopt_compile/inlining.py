@@ -1,6 +1,6 @@
 """The arithmetic of our operators in their place, for Inductor, which fuses it with what reads it.
 
-The update of a low-precision parameter is compiled by itself (`slab_kernels`).
+The update of a parameter in few bits, or with states in few bits, is compiled by itself (`slab_kernels`).
 
 So are casts that passes have put in: Inductor takes a `_to_copy` for decomposed already.
 
@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .compression import COMPRESS, DECOMPRESS, whole_parts
 from .compression import whole_value as decompressed
-from .optim.one_operator import QUANTIZED_UPDATE
+from .optim.one_operator import QUANTIZED_UPDATE, QUANTIZED_UPDATE_
 from .quantization.operators import DEQUANTIZE
 from .quantization.operators import whole_value as dequantized
-from .slab_kernels import COMPILED_UPDATE
+from .slab_kernels import COMPILED_UPDATE, COMPILED_UPDATE_
 from .step_graph import StepGraph
 
 
@@ -48,16 +48,17 @@ def _copied(nothing: tuple, value: Tensor, **how: Any) -> list[Tensor]:
 CAST = torch.ops.aten._to_copy.default
 # By operator: its results from what follows its first argument, and the tensors that this one is.
 ARITHMETIC = {COMPRESS: _parts, DECOMPRESS: _decompressed, DEQUANTIZE: _dequantized, CAST: _copied}
+COMPILED = {QUANTIZED_UPDATE: COMPILED_UPDATE, QUANTIZED_UPDATE_: COMPILED_UPDATE_}
 
 
 def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
     """The step, or a copy of it with arithmetic in the place of these operators."""
-    if not any(node.target in ARITHMETIC or node.target is QUANTIZED_UPDATE for node in step.computing()):
+    if not any(node.target in ARITHMETIC or node.target in COMPILED for node in step.computing()):
         return step
     step = step.copy()
     for node in list(step.computing()):
-        if node.target is QUANTIZED_UPDATE and node.all_input_nodes[0].meta["val"].device.type == "cpu":
-            node.target = COMPILED_UPDATE
+        if node.target in COMPILED and node.all_input_nodes[0].meta["val"].device.type == "cpu":
+            node.target = COMPILED[node.target]
         if node.target not in ARITHMETIC:
             continue
         given, *rest = node.args

@@ -24,7 +24,7 @@ from .collectives import is_collective, is_wait
 from .compat_trace import hinted
 from .liveness import Lifetimes, Timeline, lifetimes, live_bytes
 from .optim.low_bit import GRADIENT
-from .optim.one_operator import ADD, QUANTIZED_UPDATE
+from .optim.one_operator import ADD, UPDATES
 from .quantization.operators import DEQUANTIZE, QUANTIZE
 from .step_graph import (
     Input,
@@ -187,7 +187,7 @@ def _gradients(step: StepGraph) -> set[fx.Node]:
 
 def _adds(node: fx.Node) -> bool:
     """Whether a gradient is added to a sum in few bits by one operator."""
-    return node.target is QUANTIZED_UPDATE and node.args[3].endswith(f" {ADD}")
+    return node.target in UPDATES and node.args[3].endswith(f" {ADD}")
 
 
 def _ways(step: StepGraph, gradients: set[fx.Node], kept: frozenset[fx.Node],

@@ -40,6 +40,7 @@ from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.update_early import UpdateEarly
+from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
 from .rematerialization import Means
 from .step_graph import StepGraph
@@ -98,6 +99,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
+        # Codes are written where they are.
+        (True, UpdateInPlace),
         # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
         # runs twice for that.
         (held and not eager, partial(ChunkLogits, limit_bytes)),

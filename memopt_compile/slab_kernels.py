@@ -1,4 +1,5 @@
-"""`memopt::compiled_update`: `memopt::quantized_update` by a kernel that Inductor makes, for its lowering.
+"""`memopt::compiled_update`: `memopt::quantized_update` by a kernel that Inductor makes, for its lowering;
+and in place, `compiled_update_`.
 
 The update of a slab is traced once for each kind of update: its decoding, arithmetic, rounding and encoding
 become one graph, which Inductor fuses. Every parameter then goes through that kernel slab by slab, its
@@ -31,7 +32,10 @@ from .quantization.formats import Format, form_of
 from .quantization.operators import DEQUANTIZE, QUANTIZE, encode, some, whole_value
 from .quantization.parameters import LowPrecisionTensor
 
-ELEMENTS = 1 << 15  # of a slab: what a kernel stores between stays in a core's cache
+# Of a slab: what a kernel stores between stays in a core's cache. Those of a large parameter are larger, so
+# that calls take less of the time.
+ELEMENTS, OF_LARGE = 1 << 15, 1 << 17
+LARGE = 8 * OF_LARGE
 
 
 class Part(NamedTuple):
@@ -56,26 +60,43 @@ def compiled_update(parameter: list[Tensor], grad: list[Tensor], state: list[Ten
                     names: str, keys: str, values: list[float], numbers: list[Tensor],
                     layout: list[int], dtype: torch.dtype) -> list[Tensor]:
     """What `quantized_update` returns."""
+    parts, states = [part.clone() for part in parameter], [each.clone() for each in state]
+    slab_by_slab(parts, grad, states, method, names, keys, values, numbers, layout, dtype)
+    return [*parts, *states]
+
+
+@torch.library.custom_op("memopt::compiled_update_", mutates_args=("parameter", "state"))
+def compiled_update_(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str,
+                     names: str, keys: str, values: list[float], numbers: list[Tensor],
+                     layout: list[int], dtype: torch.dtype) -> None:
+    """What `quantized_update_` does."""
+    slab_by_slab(parameter, grad, state, method, names, keys, values, numbers, layout, dtype)
+
+
+def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str, names: str,
+                 keys: str, values: list[float], numbers: list[Tensor], layout: list[int],
+                 dtype: torch.dtype) -> None:
+    """Change parameter and states in place."""
     optimizer, p, group = subject(parameter, state, method, keys, values, numbers, layout, dtype)
     kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), optimizer.formats(p, group))
-    given = [*parameter, *(g.reshape(-1) for g in grad), *state]
+    given = [*(t.view(-1) if t.dim() else t for t in parameter), *(g.reshape(-1) for g in grad), *state]
     block, count = optimizer.block(p, group), p.numel()
-    length = max(1, ELEMENTS // block) * block
+    length = max(1, (ELEMENTS if count < LARGE else OF_LARGE) // block) * block
     kernel = _kernel((method, names, keys, tuple(values)), tuple(layout[:3]), dtype, length,
                      tuple((kind.size and kind.size(length), t.dtype) for kind, t in zip(kinds, given)),
                      (len(parameter), len(grad)), tuple((n.item() != 0, n.dtype) for n in numbers),
                      torch.get_num_threads())
-    new, place = [torch.empty_like(t) for t in (*parameter, *state)], torch.empty((), dtype=torch.int32)
-    written = kinds[:len(parameter)] + kinds[len(parameter) + len(grad):]
+    place, counts = torch.empty((), dtype=torch.int32), [(t, t.clone()) for k, t in zip(kinds, given) if not k.size]
     for first in some(range(0, count, length)):
         here = min(length, count - first)
-        parts = (kind.filled(kind.cut(t, first, here), length) for kind, t in zip(kinds, given))
-        made = kernel([place.fill_(p.form.first + first), *parts, *numbers])
-        for kind, tensor, part in zip(written, new, made):
-            into = kind.cut(tensor, first, here)
-            into.copy_(part if kind.size is None else part[:into.numel()])
-        del made, part  # before the next slab
-    return new
+        for each, before in counts:  # every slab is of the same step
+            each.copy_(before)
+        parts = [kind.cut(t, first, here) for kind, t in zip(kinds, given)]
+        filled = parts if here == length else [kind.filled(part, length) for kind, part in zip(kinds, parts)]
+        kernel([place.fill_(layout[3] + first), *filled, *numbers])
+        for i, (part, made) in enumerate(zip(parts, filled)):
+            if made is not part and not 0 <= i - len(parameter) < len(grad):
+                part.copy_(made[:part.numel()])
 
 
 @compiled_update.register_fake
@@ -88,11 +109,13 @@ def forget() -> None:
     _kernel.cache_clear()
 
 
-def _parts(p: LowPrecisionTensor, parameter: Sequence[Tensor], grad: Sequence[Tensor],
+def _parts(p: Tensor, parameter: Sequence[Tensor], grad: Sequence[Tensor],
            state: Mapping[str, Tensor], formats: Formats) -> list[Part]:
     """Of all tensors that a kernel takes."""
-    kinds = [*_of_form(p.form), Part()] if parameter else []
-    kinds += [Part(lambda n: n)] * len(grad) if len(grad) < 2 else _of_form(form_of("linear", 8, p.form.block))
+    whole = Part(lambda n: n)
+    kinds = [*_of_form(p.form), Part()] if isinstance(p, LowPrecisionTensor) else [whole]
+    kinds = kinds * bool(parameter)
+    kinds += [whole] * len(grad) if len(grad) < 2 else _of_form(form_of("linear", 8, p.form.block))
     for name, tensor in state.items():
         form = formats.get(name.removesuffix("_scale"))
         if form is None:
@@ -138,22 +161,26 @@ class _TensorsForNumbers(TorchFunctionMode):
 @functools.cache
 def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int, shapes: tuple, counts: tuple,
             numbers: tuple, threads: int) -> Callable[[list], Sequence[Tensor]]:
-    """The update of one slab, compiled: takes its place, its tensors and the numbers, in a list."""
-    parts, grads = counts
+    """The update of one slab in place, compiled: takes where it is, its tensors and the numbers, in a list."""
+    parts, others = counts[0], sum(counts)
     place: Any = None
 
     def update(*tensors: Tensor) -> list[Tensor]:
         given = tensors[:len(shapes)]
         settings = [t if other else 0.0 for t, (other, _) in zip(tensors[len(shapes):], numbers)]
-        parameter, grad, state = given[:parts], given[parts:parts + grads], given[parts + grads:]
+        parameter, grad, state = given[:parts], given[parts:others], given[others:]
         with _TensorsForNumbers(settings):
-            change(parameter, grad, state, *of, settings, [*layout, 0, length], dtype)
+            first = 0 if layout[0] else place  # `quantized` knows it of a parameter in few bits
+            change(parameter, grad, state, *of, settings, [*layout, first, length], dtype)
         return [*parameter, *state]
 
-    def traced(first: Tensor, *tensors: Tensor) -> list[Tensor]:
+    def traced(first: Tensor, *tensors: Tensor) -> tuple[()]:
         nonlocal place
         place = first
-        return compat_trace.functionalized(update)(*tensors)
+        made = compat_trace.functionalized(update)(*tensors)
+        for old, new in zip((*tensors[:parts], *tensors[others:]), made):
+            old.copy_(new)
+        return ()
 
     def quantized(value: Tensor, draws: Tensor, *form: Any) -> list[Tensor]:
         return encode(value.reshape(-1), form_of(*form), draws, place, by=arithmetic)
@@ -171,3 +198,4 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
 
 
 COMPILED_UPDATE = torch.ops.memopt.compiled_update.default
+COMPILED_UPDATE_ = torch.ops.memopt.compiled_update_.default

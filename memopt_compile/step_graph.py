@@ -357,7 +357,7 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     """A node that reads, through any alias, what an earlier node has overwritten.
 
     Values are functional, so a read means the value from before the write, unless it reads
-    the writing node itself.
+    the writing node itself; ``copy_(p, p)`` shows what is in p by now.
     """
     roots = storage_roots(graph)
     version: dict[fx.Node, int] = {}  # writes so far, by owner
@@ -368,8 +368,8 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
         for argument in operands(node):
             for root in roots[argument]:
                 # Returning an updated input as a result is how a step hands it back.
-                if seen[argument].get(root, 0) != version.get(root, 0):
-                    if node.op != "output":
+                if seen[argument].get(root, 0) != version.get(root, 0) and node.op != "output":
+                    if node.target is not torch.ops.aten.copy_.default or node.args[0] is not node.args[1]:
                         return node, writer[root]
         for root in written:
             version[root] = version.get(root, 0) + 1

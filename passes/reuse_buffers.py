@@ -177,6 +177,9 @@ class _Buffers:
         if len(self.roots[target]) != 1:
             return
         (root,) = self.roots[target]
+        if source is target:  # what is there by now
+            self.latest[root] = copy
+            return
         target = self._now(target)
         if self.roots[source] == {root} and _geometry(source) == _geometry(target):  # rule 6
             self.writes[root].remove(copy)

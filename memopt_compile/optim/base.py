@@ -184,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
         """How a parameter is stored that is updated in float32; None for one updated as it is."""
         if isinstance(p, LowPrecisionTensor) or not group["weight_bits"] or p.dtype != torch.bfloat16:
             return None
-        return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"])
+        return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"], first=group.get("place", 0))
 
     def first_state(self, p: Tensor, group: Options) -> State:
         """`new_state`, with what random rounding and 24 bits need."""

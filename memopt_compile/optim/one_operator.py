@@ -1,12 +1,14 @@
-"""`memopt::quantized_update`: what an optimizer does to one low-precision parameter, as one operator.
+"""`memopt::quantized_update`: what an optimizer does to one parameter in few bits, as one operator.
 
-Captured as operators of their own, decoding, arithmetic and encoding of an update hold several arrays of
-the parameter's size in full precision. In one operator they go through it a slab at a time, as in eager:
-its body is the eager code, on copies that are its results, so that captured steps write eager's codes.
-Beside those codes it holds a few slabs, whatever the size.
+In few bits is the parameter, or its states. Captured as operators of their own, decoding, arithmetic and
+encoding of an update hold several arrays of the parameter's size in full precision. In one operator they
+go through it a slab at a time, as in eager: its body is the eager code, on copies that are its results,
+so that captured steps write eager's codes. `memopt::quantized_update_` needs no copies: see the pass
+`update_in_place`. It holds a few slabs, whatever the size.
 
 An operator takes tensors and plain numbers. A method is named by its class and itself, and has the
-signature ``(p, grad, state, group)``; settings that are tensors go beside the others.
+signature ``(p, grad, state, group)``; settings that are tensors go beside the others, and so does the
+count of steps, which no method changes.
 """
 
 from __future__ import annotations
@@ -24,25 +26,31 @@ from .low_bit import GRADIENT
 
 ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
+STEP = "step"
+INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed")
 BITS = (8, 4)  # of states: those of more would be copied whole
 
 
 def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether what is done to this parameter is one operator of the step that is being captured."""
-    return (torch.compiler.is_compiling() and isinstance(p, LowPrecisionTensor)
-            and group["state_bits"] in BITS and getattr(optimizer, "ranks", 1) == 1
-            and type(optimizer).__module__.rpartition(".")[0] == __package__)
+    """Whether what is done to this parameter is one operator of the step that is being captured.
+
+    On a GPU the update of a parameter in full precision is fused as it is."""
+    if (not torch.compiler.is_compiling() or group["state_bits"] not in BITS or getattr(optimizer, "ranks", 1) != 1
+            or type(optimizer).__module__.rpartition(".")[0] != __package__):
+        return False
+    return isinstance(p, LowPrecisionTensor) or (optimizer.elementwise and p.device.type == "cpu"
+                                                 and p.is_contiguous() and bool(optimizer.formats(p, group)))
 
 
-def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | None, state: dict[str, Any],
+def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: dict[str, Any],
           group: Mapping[str, Any], changes: Sequence[str] | None = None, moves: bool = True) -> None:
     """``optimizer.method(p, grad, state, group)`` by the operator. It `changes` these states, by default
     all but a kept gradient, which is read where `grad` is None; and with `moves` the parameter."""
     kept = [state[name] for name in KEPT if name in state] if grad is None else []
     names = [name for name in changes or state if isinstance(state.get(name), Tensor)
-             and (changes or name not in KEPT)]
+             and (changes or name not in (*KEPT, STEP))]
     keys, values, numbers = [], [], []
-    for name, value in group.items():
+    for name, value in [*group.items(), (STEP, state.get(STEP))]:
         for number in value if name == "betas" else [value]:
             if isinstance(number, Tensor):
                 keys.append(f"{name}*")
@@ -50,7 +58,7 @@ def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | Non
             elif isinstance(number, (bool, int, float)):
                 keys.append(name)
                 values.append(float(number))
-    form = p.form
+    form = p.form if isinstance(p, LowPrecisionTensor) else Linear(0, 0)
     new = torch.ops.memopt.quantized_update(
         [p] if moves else [], kept if grad is None else [grad], [state[name] for name in names],
         f"{type(optimizer).__name__} {method}", " ".join(names), " ".join(keys), values, numbers,
@@ -63,10 +71,18 @@ def apply(optimizer: Any, method: str, p: LowPrecisionTensor, grad: Tensor | Non
 def quantized_update(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str,
                      names: str, keys: str, values: list[float], numbers: list[Tensor],
                      layout: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """The new parts of the parameter, if they are given, and the new states."""
+    """The new parts of the parameter, or if it is in full precision itself, if given; and the new states."""
     parts, states = [part.clone() for part in parameter], [each.clone() for each in state]
     change(parts, grad, states, method, names, keys, values, numbers, layout, dtype)
     return [*parts, *states]
+
+
+@torch.library.custom_op("memopt::quantized_update_", mutates_args=("parameter", "state"))
+def quantized_update_(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], method: str,
+                      names: str, keys: str, values: list[float], numbers: list[Tensor],
+                      layout: list[int], dtype: torch.dtype) -> None:
+    """The same in place."""
+    change(parameter, grad, state, method, names, keys, values, numbers, layout, dtype)
 
 
 def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Tensor], method: str, names: str,
@@ -75,6 +91,8 @@ def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Ten
     """What the operator does, in place."""
     optimizer, p, group = subject(parts, states, method, keys, values, numbers, layout, dtype)
     found = dict(zip(names.split(), states))
+    if STEP in group:
+        found[STEP] = group.pop(STEP)
     if len(grad) != 1:
         found |= dict(zip(KEPT, grad))
     getattr(optimizer, method.split()[1])(p, grad[0] if len(grad) == 1 else None, found, group)
@@ -82,14 +100,18 @@ def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Ten
 
 def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys: str, values: Sequence[float],
             numbers: Sequence[Tensor], layout: Sequence[int],
-            dtype: torch.dtype) -> tuple[Any, LowPrecisionTensor, dict[str, Any]]:
+            dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Any]]:
     """The optimizer, with methods and no state; the parameter, without values if no parts are given; and
-    the settings."""
+    the settings. Of 0 bits is a parameter in full precision."""
     bits, block, seed, first, *size = layout
-    like = parts or [torch.empty(0, dtype=torch.uint8, device=states[0].device)] * 4
-    p = LowPrecisionTensor(like, Linear(bits, block, None if seed < 0 else seed, first), size, dtype)
     optimizer = object.__new__(getattr(sys.modules[__package__], method.split()[0]))
-    return optimizer, p, _settings(keys.split(), values, numbers)
+    group = _settings(keys.split(), values, numbers)
+    if not bits:
+        p = parts[0] if parts else torch.empty(size, dtype=dtype, device="meta")
+        return optimizer, p, {**group, "place": first}  # of its first element
+    like = parts or [torch.empty(0, dtype=torch.uint8, device=states[0].device)] * 4
+    form = Linear(bits, block, None if seed < 0 else seed, first)
+    return optimizer, LowPrecisionTensor(like, form, size, dtype), group
 
 
 def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Tensor]) -> dict[str, Any]:
@@ -98,6 +120,7 @@ def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Te
     plain, tensors = iter(values), iter(numbers)
     for key in keys:
         number, name = next(tensors if key[-1] == "*" else plain), key.rstrip("*")
+        number = int(number) if name in INTEGERS else number
         group[name] = (*group.get(name, ()), number) if name == "betas" else number
     return group
 
@@ -117,3 +140,5 @@ def _of_parts(func: Any, parameter: list[Tensor], *rest: Any) -> list[Tensor]:
 register(torch.ops.memopt.quantized_update, _of_parts)
 
 QUANTIZED_UPDATE = torch.ops.memopt.quantized_update.default
+QUANTIZED_UPDATE_ = torch.ops.memopt.quantized_update_.default
+UPDATES = (QUANTIZED_UPDATE, QUANTIZED_UPDATE_)

@@ -35,6 +35,8 @@ class Rounded(NamedTuple):
     """Or 24: with a byte that holds the next 8 bits."""
     block: int = 256
     """Elements in whole multiples of which it is cut, as `Format`. They share nothing."""
+    first: Any = 0
+    """The place of the first element, an integer or a 0-dim tensor of one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
     flat = value.reshape(-1).to(torch.float32)
     # Some devices' NaN has all bits set: a carry would make a number of it.
     bits = torch.where(flat.isnan(), float("nan"), flat).view(torch.int32)
-    places = places_from(first, flat)
+    places = places_from(first + form.first, flat)
     # The lower bits are what is dropped: a uniform number carries in proportion to them.
     drawn = noise(places, form.seed, step) >> (form.bits - 16)
     return drawn.add_(bits).bitwise_and_(-1 << (32 - form.bits))

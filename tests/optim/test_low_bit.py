@@ -12,7 +12,7 @@ from loops import plain
 from test_capture import in_one_graph
 from training import difference, give_gradients, parameters, states, train
 
-from memopt_compile import optim, report
+from memopt_compile import optim, report, slab_kernels
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
@@ -253,7 +253,7 @@ def test_captured_whole(name, bits):
     pytest.param(16, "inductor", marks=pytest.mark.inductor),
     pytest.param(4, "inductor", marks=pytest.mark.inductor)])
 def test_captured_peak(lowering, bits):
-    """As predicted; under Inductor nothing of the parameter's size beside the states."""
+    """As predicted; under Inductor the gradient beside the states and, of few bits, slabs of any size."""
     torch._dynamo.reset()
     p, grad = torch.nn.Parameter(torch.randn(512, 512)), torch.randn(512, 512)
     opt = optim.AdamW([p], lr=0.1, state_bits=bits)
@@ -270,8 +270,10 @@ def test_captured_peak(lowering, bits):
         compiled(grad)
     found = report(compiled)
     assert found.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
-    if lowering == "inductor":  # torch 2.11 stores new codes before it copies them: half of p
-        assert found.predicted_peak_bytes - found.resident_bytes <= p.nbytes * 0.55
+    if lowering == "inductor":
+        # With 16 bits the gradient is fused, and torch 2.11 stores new codes before it copies them.
+        most = p.nbytes * 0.55 if bits == 16 else grad.nbytes + 6 * 4 * slab_kernels.ELEMENTS
+        assert found.predicted_peak_bytes - found.resident_bytes <= most
 
 
 @every

@@ -1,0 +1,84 @@
+"""Codes are written where they are, unless somebody still reads what was there."""
+
+import pytest
+import torch
+from graphs import captured, check, mlp, training_step
+
+import memopt_compile as memopt
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.release_gradients import ReleaseGradients
+from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.passes.update_in_place import UpdateInPlace
+from memopt_compile.passes.write_back_early import WriteBackEarly
+
+BEFORE = (Canonicalize(), WriteBackEarly(), ReleaseGradients(), ScheduleForPeak())
+
+
+def adama(n, width=64, layers=1, **settings):
+    """A captured step of layers of `width` by `width`, before the pass; its states are not of the first step."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    opt = memopt.optim.AdamA(model.parameters(), lr=0.1, state_bits=8, **settings)
+
+    def step(x):
+        for (xs,) in memopt.micro_batches(n, x):
+            loss = model(xs).square().mean() / n
+            loss.backward()
+            opt.accumulate()
+        opt.step()
+        return loss
+
+    found = captured(step, torch.randn(4 * n, width))
+    for each in BEFORE:
+        each.run(found)
+    return found
+
+
+def test_golden():
+    step = adama(2)
+    check(step, UpdateInPlace())
+    lines = [line.split(", AdamA")[0] for line in step.text().splitlines()]
+    assert "\n".join(line for line in lines if "quantized" in line or "copy_" in line) == """\
+  copy_0: f32[] = copy_(s0, add_0)
+  quantized_update_0: NoneType = quantized_update_([], [mm_1], [s1, s2, s3, s4]
+  copy_1: u8[4096] = copy_(s1, s1)
+  copy_2: u8[4096] = copy_(s2, s2)
+  copy_3: f32[16] = copy_(s3, s3)
+  copy_4: f32[16] = copy_(s4, s4)
+  quantized_update_1: NoneType = quantized_update_([], [mm_3], [copy_1, copy_2, copy_3, copy_4]
+  copy_5: u8[4096] = copy_(copy_1, copy_1)
+  copy_6: u8[4096] = copy_(copy_2, copy_2)
+  copy_7: f32[16] = copy_(copy_3, copy_3)
+  copy_8: f32[16] = copy_(copy_4, copy_4)
+  quantized_update_2: NoneType = quantized_update_([p0], [], [copy_5, copy_6, copy_7, copy_8]"""
+
+
+@pytest.mark.parametrize("settings", [{"micro_batches": 3}, {"amsgrad": True}], ids=str)
+def test_bit_by_bit_and_the_peak_falls(settings):
+    step = adama(3, layers=3, **settings)
+    before, after = check(step, UpdateInPlace())
+    assert after < before and "quantized_update" not in step.op_counts()
+
+
+def test_nothing_to_do():
+    step = training_step(mlp(2), micro_batches=2)
+    text = step.text()
+    UpdateInPlace().run(step)
+    assert step.text() == text
+
+
+def test_left_alone_where_the_old_value_is_wanted():
+    model = torch.nn.Linear(64, 64, bias=False)
+    opt = memopt.optim.AdamW(model.parameters(), state_bits=8, skip_nonfinite=True)
+
+    def train(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    step = captured(train, torch.randn(4, 64))
+    for each in BEFORE:
+        each.run(step)
+    UpdateInPlace().run(step)
+    assert step.op_counts()["quantized_update"] == 1  # a bad gradient takes the old codes back
