@@ -45,6 +45,8 @@ def bytes_a_parameter(make, layers: int, width: int, n: int, compiled: str | Non
         opt.step()
         opt.zero_grad()
 
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     run = torch.compile(step, backend="memopt", options={"lowering": compiled}) if compiled else step
     x = torch.randn(n, width).bfloat16()
     run(x)

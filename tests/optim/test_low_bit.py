@@ -272,7 +272,7 @@ def test_captured_peak(lowering, bits):
     assert found.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.01)
     if lowering == "inductor":
         # With 16 bits the gradient is fused, and torch 2.11 stores new codes before it copies them.
-        most = p.nbytes * 0.55 if bits == 16 else grad.nbytes + 6 * 4 * slab_kernels.ELEMENTS
+        most = p.nbytes * 0.55 if bits == 16 else grad.nbytes + 8 * 4 * slab_kernels.ELEMENTS
         assert found.predicted_peak_bytes - found.resident_bytes <= most
 
 
