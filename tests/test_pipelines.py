@@ -118,6 +118,7 @@ def test_the_default_story(lowering):
         "channels_last",
         "release_gradients",
         "schedule_for_peak",
+        "update_in_place",
         "reuse_buffers",
     ]
     again = ["schedule_for_peak", "reuse_buffers"] if lowering == "eager" else []
@@ -135,7 +136,7 @@ def test_the_story_under_a_budget(lowering):
     added = {"eager": ["replay_dropout", "plan_memory", "chunk_logits", "plan_memory", "recompute",
                        "compress"],
              "inductor": ["chunk_logits", "plan_memory", "recompute", "compress"]}[lowering]
-    at = free.index("schedule_for_peak") + 1
+    at = free.index("update_in_place") + 1
     assert names == [*free[:at], *added, "schedule_for_peak", *free[at:]]
     without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)
     assert [p.means.again for p in without if p.name == "plan_memory"] == [False] * names.count("plan_memory")
