@@ -54,7 +54,8 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
 
 
 def _has_compiler() -> bool:
-    from memopt_compile.backends.inductor import compiler_available  # loads Inductor, which eager does without
+    # Loads Inductor, which eager does without.
+    from memopt_compile.backends.inductor import compiler_available
 
     return compiler_available()
 

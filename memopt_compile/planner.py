@@ -234,7 +234,8 @@ class _Model:
 
         Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, of steps with a budget only
+        # Half a second, of steps with a budget only.
+        from scipy.optimize import Bounds, LinearConstraint, milp
 
         for position in slack:
             if position not in self.fits:
