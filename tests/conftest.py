@@ -1,10 +1,14 @@
 """For every test: property tests draw the same examples each time, so that CI needs no luck, what is
-measured stays out of the user's cache, and the garbage collector leaves alone what imports have made.
+measured stays out of the user's cache, the garbage collector leaves alone what imports have made, and
+torch's structured trace is off.
 
-It would go through a million objects of torch's again and again, a quarter of the time of all tests.
+The collector would go through a million objects of torch's again and again, a quarter of the time of all
+tests. And pytest captures loggers that do not propagate by handlers of theirs: then the trace is on, and
+every graph is printed for it several times.
 """
 
 import gc
+import logging
 
 import pytest
 import torch._inductor.compile_fx  # noqa: F401  (what the first compilation imports)
@@ -15,6 +19,8 @@ import memopt_compile.driver  # noqa: F401
 gc.collect()
 gc.freeze()
 gc.set_threshold(10_000, 10, 20)
+
+logging.getLogger("torch.__trace").propagate = True
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
