@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from memopt_compile.backends.inductor import compiler_available
-
 BACKENDS = ("memopt", "inductor", "eager")
 
 # memopt counts bytes with torch's profiler, which announces each start and stop on stderr.
@@ -42,7 +40,7 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
     if options.backend == "eager":
         return step
     needs_compiler = options.backend == "inductor" or options.lowering == "inductor"
-    if needs_compiler and not compiler_available():
+    if needs_compiler and not _has_compiler():
         if options.backend == "inductor":
             raise SystemExit("torch.compile needs a C++ compiler here: install g++ or set CXX")
         print("no C++ compiler (install g++ or set CXX): using the eager lowering", flush=True)
@@ -53,6 +51,13 @@ def compiled(step: Any, options: argparse.Namespace) -> Any:
               "accumulate": getattr(options, "accumulate", "gradients"),
               "zero": getattr(options, "zero", 0)}
     return torch.compile(step, backend="memopt", options=wanted)
+
+
+def _has_compiler() -> bool:
+    # Loads Inductor, which eager does without.
+    from memopt_compile.backends.inductor import compiler_available
+
+    return compiler_available()
 
 
 @contextlib.contextmanager

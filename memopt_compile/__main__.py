@@ -1,4 +1,7 @@
-"""The command line: `python -m memopt_compile explain | fit | bench train.py:make`."""
+"""The command line: `python -m memopt_compile explain | fit | bench train.py:make`.
+
+Each command loads what it needs when it runs, as Dynamo takes three seconds of a processor.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,8 @@ from typing import Any
 import torch
 
 from .bench import TITLES, answer, compare
-from .distributed.planned import planned_ranks
 from .errors import MemoptError, OptionError
-from .fitting import fit
-from .layered import explain_layers
 from .options import Options
-from .report import explain
 
 # memopt counts bytes with torch's profiler, which announces each start and stop on stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -81,6 +80,10 @@ def _command(commands: Any, name: str, run: Callable, purpose: str) -> argparse.
 
 
 def _explain(parsed: argparse.Namespace) -> int:
+    from .distributed.planned import planned_ranks
+    from .layered import explain_layers
+    from .report import explain
+
     options = dict(parsed.option)
     if parsed.dump is not None:
         options["dump"] = parsed.dump
@@ -105,6 +108,8 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 
 def _fit(parsed: argparse.Namespace) -> int:
+    from .fitting import fit
+
     step, args = _load(parsed.target)
     print(fit(step, args, parsed.memory, multiple_of=parsed.multiple_of, budgeted=parsed.budgeted,
               progress=partial(print, file=sys.stderr, flush=True), **dict(parsed.option)))

@@ -1,4 +1,7 @@
-"""Ways to run one step: bytes and seconds, each way in a process of its own."""
+"""Ways to run one step: bytes and seconds, each way in a process of its own.
+
+A process loads the compiler only if its way needs one.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,8 @@ from typing import Any, Self
 
 from tabulate import tabulate
 
-from .backends.inductor import compiler_available
 from .errors import MemoptError
 from .measure import measure
-from .report import report
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
@@ -40,6 +41,8 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
     timed()  # The optimizer's state is there by now and nothing compiles any more.
     found["peak"] = measure(step, *batch, resident=resident).peak_bytes
     if backend == "memopt":
+        from .report import report
+
         found["predicted"] = report(step).predicted_peak_bytes or 0
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
@@ -52,7 +55,7 @@ def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) ->
     Each process has a compilation cache of its own, so that none finds what another compiled.
     The timed rounds take turns, so that all see the same machine.
     """
-    names = [name for name in ways if "inductor" not in ways[name] or compiler_available()]
+    names = [name for name in ways if "inductor" not in ways[name] or _has_compiler()]
     with ExitStack() as stack:
         workers = {}
         found, times = {}, {name: [] for name in names}
@@ -74,6 +77,12 @@ def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) ->
                      f"{statistics.median(times[name]) * 1e3:.0f}", f"{found[name]['first']:.1f}"))
     print(tabulate(rows, HEADERS, disable_numparse=True, stralign="right"))
     print("peak: parameters, gradients, optimizer state and batch included, exact to the byte")
+
+
+def _has_compiler() -> bool:
+    from .backends.inductor import compiler_available
+
+    return compiler_available()
 
 
 class _Worker:

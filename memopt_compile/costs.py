@@ -66,8 +66,9 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
             return 0
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs)))
+        if _only_writes(node.target, node.args, [n.meta.get("val") for n in node.all_input_nodes]):
+            return 0
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta.get("val"))
         return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
 
     return held
@@ -114,7 +115,7 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     if _is_view(target):
         return 0
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    if not tensors or torch.Tag.pointwise in target.tags and not _casts(args, tensors):
+    if not tensors or _only_writes(target, args, tensors):
         return 0
     key = (target, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
@@ -129,12 +130,14 @@ def _is_view(target: Any) -> bool:
     return bool(aliases) and not any(a.is_write for a in aliases)
 
 
-def _casts(args: Any, tensors: list[Tensor]) -> bool:
-    """Whether a pointwise operator has to bring an operand to another dtype before it starts.
+def _only_writes(target: Any, args: Any, operands: list[Any]) -> bool:
+    """Whether `target` is pointwise and brings no operand to another dtype before it starts.
     Scalars are left out: they are cast for a few bytes."""
-    dtypes = {t.dtype for t in tensors if t.dim()}
+    if not isinstance(target, OPERATOR) or torch.Tag.pointwise not in target.tags:
+        return False
+    dtypes = {t.dtype for t in operands if isinstance(t, Tensor) and t.dim()}
     number = float in map(type, args) and not any(d.is_floating_point for d in dtypes)
-    return len(dtypes) > 1 or number and bool(dtypes)
+    return len(dtypes) <= 1 and not (number and dtypes)
 
 
 def _description(value: Any) -> Any:

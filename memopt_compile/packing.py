@@ -49,8 +49,17 @@ def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
     def offered(node: fx.Node, forms: tuple[str, ...]) -> dict[str, None]:
         return dict.fromkeys(instead.get(node.name, f) if f == "int4 outliers" else f for f in forms)
 
-    made = {node: tuple(_packed(node, form, seconds) for form in offered(node, forms)
-                        if FORMATS[form].error <= most)
+    known: dict[tuple, Packed] = {}  # layers have activations alike
+
+    def packed(node: fx.Node, form: str) -> Packed:
+        value = node.meta["val"]
+        sizes = (*value.shape, *value.stride())
+        key = form, value.dtype, value.device, nbytes(value), sizes if all(type(n) is int for n in sizes) else node
+        if key not in known:
+            known[key] = _packed(node, form, seconds)
+        return known[key]
+
+    made = {node: tuple(packed(node, form) for form in offered(node, forms) if FORMATS[form].error <= most)
             for node, forms in found.formats.items() if nbytes(node.meta["val"]) >= SMALLEST}
     small = {node: tuple(p for p in ways if p.nbytes <= LARGEST * nbytes(node.meta["val"]))
              for node, ways in made.items()}

@@ -48,8 +48,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array
 
 from .packing import Packed
 from .rematerialization import NEVER, Problem, latest_runs, simulate
@@ -182,7 +180,9 @@ class _Rows:
             self.entry.append(entry)
         self.low.append(low)
 
-    def matrix(self, columns: int) -> csr_array:
+    def matrix(self, columns: int) -> Any:
+        from scipy.sparse import coo_array
+
         return coo_array((self.entry, (self.row, self.column)),
                          shape=(len(self.low), columns)).tocsr()
 
@@ -234,6 +234,9 @@ class _Model:
 
         Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
         """
+        # Half a second, of steps with a budget only.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         for position in slack:
             if position not in self.fits:
                 self._chains(position)

@@ -1,10 +1,15 @@
 """For every test: property tests draw the same examples each time, so that CI needs no luck, what is
-measured stays out of the user's cache, and the garbage collector leaves alone what imports have made.
+measured stays out of the user's cache, the garbage collector leaves alone what imports have made, and
+torch writes no logs that nobody reads.
 
-It would go through a million objects of torch's again and again, a quarter of the time of all tests.
+The collector would go through a million objects of torch's again and again, a quarter of the time of all
+tests. pytest captures loggers that do not propagate by handlers of its own: then the structured trace is on,
+and every graph is printed for it several times. And Dynamo makes a text of each side effect with its whole
+stack, which is deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
 """
 
 import gc
+import logging
 
 import pytest
 import torch._inductor.compile_fx  # noqa: F401  (what the first compilation imports)
@@ -15,6 +20,11 @@ import memopt_compile.driver  # noqa: F401
 gc.collect()
 gc.freeze()
 gc.set_threshold(10_000, 10, 20)
+
+trace = logging.getLogger("torch.__trace")
+trace.handlers.clear()
+trace.propagate = True  # then pytest leaves it alone
+torch._dynamo.config.side_effect_replay_policy = "silent"
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -1,4 +1,7 @@
-"""Every example runs as a user starts it, learns, and says what it should."""
+"""Every example learns, and says what it should.
+
+Those that compare are run by Python as a user starts them, the others from a process that has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -39,10 +43,17 @@ needs_images = pytest.mark.skipif(not data.FASHION_MNIST.exists(),
                                   reason="Debian's package dataset-fashion-mnist is missing")
 
 
-def run(script: str, *arguments: str, **variables: str) -> str:
+QUICK = ("--quick", "--backend", "memopt", "--lowering", "eager")
+
+
+def run(script: str, *arguments: str) -> str:
     """What an example prints in its quick form by memopt's eager lowering."""
-    fixed = ("--quick", "--backend", "memopt", "--lowering", "eager")
-    done = subprocess.run([sys.executable, str(EXAMPLES / script), *fixed, *arguments],
+    return run_script(EXAMPLES / script, *QUICK, *arguments)
+
+
+def run_by_python(script: str, *arguments: str, **variables: str) -> str:
+    """The same in a process that a user would start, and those that it starts itself."""
+    done = subprocess.run([sys.executable, str(EXAMPLES / script), *QUICK, *arguments],
                           capture_output=True, text=True, timeout=600, check=False,
                           env={**os.environ, **variables})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -59,7 +70,7 @@ def losses(output: str) -> tuple[float, float]:
 @pytest.mark.slow
 @needs_plays
 def test_gpt_learns_and_its_comparison_is_one_table():
-    output = run("train_gpt.py", "--compare", CXX="there is none")  # so without torch.compile's row
+    output = run_by_python("train_gpt.py", "--compare", CXX="there is none")  # so without torch.compile's row
     first, last = losses(output)
     assert last < first - 0.5
     assert "validation loss" in output and "sample:" in output
@@ -74,8 +85,8 @@ def test_gpt_learns_and_its_comparison_is_one_table():
 @pytest.mark.slow
 @needs_plays
 def test_low_memory_learns_and_each_way_has_its_row():
-    output = run("train_low_memory.py", "--compare", "--micro-batches", "2", "--ways", "eager: AdamW",
-                 "memopt: AdamA")
+    output = run_by_python("train_low_memory.py", "--compare", "--micro-batches", "2",
+                           "--ways", "eager: AdamW", "memopt: AdamA")
     first, last = losses(output)
     assert last < first - 0.5
     assert "adama with 32 bits" in output and "optimizer state" in output

@@ -128,31 +128,28 @@ def train(name: str, budget: int | None, lowering: str,
     return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
 
 
-def rows(name: str, lowering: str) -> list[list[str]]:
-    """One row for each budget, from the largest."""
+def rows(name: str, lowering: str) -> Iterator[list[str]]:
+    """One row for each budget, from the largest, as it is measured."""
     free, expected = train(name, None, lowering)
     resident = free.resident_bytes
     beyond = free.measured_peak_bytes - resident
-    found = [[name, "none", "", mib(free.predicted_peak_bytes), mib(free.measured_peak_bytes), "",
-              "", ""]]
+    yield [name, "none", "", mib(free.predicted_peak_bytes), mib(free.measured_peak_bytes), "", "", ""]
     before = None
     for share in SHARES:
         budget = resident + int(share * beyond)
         try:
             report, got = train(name, budget, lowering)
         except memopt.InfeasibleBudget as refusal:
-            found.append([name, f"{share:.2f}", mib(budget), "", "",
-                          "refused: " + refusal.what.split(" and the budget")[0], "", ""])
+            yield [name, f"{share:.2f}", mib(budget), "", "",
+                   "refused: " + refusal.what.split(" and the budget")[0], "", ""]
             continue
         seconds = report.plan.seconds if report.plan else 0.0
         kept = "yes" if report.measured_peak_bytes <= budget else "NO"
         if before and (report.measured_peak_bytes > before[0] or seconds < before[1]):
             kept += ", NOT monotone"
         before = report.measured_peak_bytes, seconds
-        found.append([name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes),
-                      mib(report.measured_peak_bytes), kept, f"{1e3 * seconds:.2f} ms",
-                      f"{difference(expected, got):.0e}"])
-    return found
+        yield [name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes),
+               mib(report.measured_peak_bytes), kept, f"{1e3 * seconds:.2f} ms", f"{difference(expected, got):.0e}"]
 
 
 def least(lowering: str, compress: str | None) -> None:
@@ -198,11 +195,17 @@ def difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) 
 
 
 def in_processes(script: str, names: list[str], lowering: str) -> Iterator[list[list[str]]]:
-    """The rows that `script --one NAME` prints for each name, in a process of its own."""
+    """The rows that `script --one NAME` prints for each name, in a process of its own; on stderr at once."""
     for name in names:
-        done = subprocess.run([sys.executable, script, "--one", name, "--lowering", lowering],
-                              check=True, stdout=subprocess.PIPE, text=True)
-        yield [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+        command = [sys.executable, script, "--one", name, "--lowering", lowering]
+        found = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in filter(lambda line: "\t" in line, process.stdout or ()):
+                print(line, end="", file=sys.stderr, flush=True)
+                found.append(line.rstrip("\n").split("\t"))
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        yield found
 
 
 def main() -> None:

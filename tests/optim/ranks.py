@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock
+from forked import server
 
 
 def place(factory: Any) -> Path:
@@ -61,8 +61,7 @@ class _Ended(AssertionError):
 def _on_ranks(count: int, folder: Path, function: Callable, args: tuple) -> list[Any]:
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        # From a process that has imported what takes each of them five seconds.
-        multiprocessing.set_forkserver_preload(["memopt_compile.driver", "torch._inductor.compile_fx"])
+        server()
         torch.multiprocessing.start_processes(_rank, (count, place, function, args), nprocs=count,
                                               start_method="forkserver")
     except Exception as error:

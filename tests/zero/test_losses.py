@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import server
 from ranks import on_ranks, once, place
 from test_sharding import DOUBLE, compiled, load, state_of
 from torch._dispatch.python import enable_python_dispatcher
@@ -54,8 +55,7 @@ def dies(rank, folder):
 
 
 def one_dies(folder):
-    context = torch.multiprocessing.get_context("spawn")
-    both = [context.Process(target=dies, args=(rank, folder)) for rank in (0, 1)]
+    both = [server().Process(target=dies, args=(rank, folder)) for rank in (0, 1)]
     for process in both:
         process.start()
     for process in both:
