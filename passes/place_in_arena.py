@@ -14,13 +14,15 @@ step that is kept between steps, and nothing is allocated for them.
 3. A tenant has its bytes from the operator that first writes it to the last that touches it in the order
    that the step now has, through any view, and a collective touches its operands until it has been
    waited for. So what comes into these bytes next is written behind the last read.
-4. Places are those of `arena.place`. The step is not reordered behind this pass.
+4. The arena is there at the peak too, whoever lives in it then. If it raises the predicted peak by more than the share
+   `rise`, the largest tensors are no tenants, and so on.
+5. Places are those of `arena.place`. The step is not reordered behind this pass.
 
 Before:  w = wait(all_gather(p)); a = mm(x, w)
 After:   w = wait(all_gather_out(p, out=window(arena, 0, [8, 8]))); a = mm(x, w)
 
-Memory: the arena is there throughout, and no tenant beside it. So the peak rises by what the arena has
-more than its tenants at that moment; buckets of parameters are there twice while they are copied.
+Memory: the arena is there throughout, and no tenant beside it. So the peak rises by what the arena has more
+than its tenants at that moment (rule 4); buckets of parameters are there twice while they are copied.
 Numerics: bitwise, the same kernels write elsewhere.
 """
 
@@ -28,15 +30,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.arena import ALIGNMENT, WINDOW, Tenant, place
+from memopt_compile.arena import ALIGNMENT, WINDOW, Tenant, arena_of, place
 from memopt_compile.collectives import GATHER, GATHER_INTO, WAIT, is_collective
-from memopt_compile.liveness import lifetimes
+from memopt_compile.liveness import (
+    Workspace,
+    lifetimes,
+    live_bytes,
+    no_workspace,
+    resident_bytes,
+    timeline,
+)
 from memopt_compile.step_graph import OPERATOR, Input, Role, StepGraph, storage_roots
 from memopt_compile.step_pass import StepPass
 from memopt_compile.writing import writing_form
@@ -51,6 +60,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 class PlaceInArena(StepPass):
     name: ClassVar[str] = "place_in_arena"
     products_only: bool = False
+    rise: float = 0.02
 
     def requires(self, step: StepGraph) -> str | None:
         if any(n.target in (GATHER, GATHERS, *SCATTERS) for n in step.computing()):
@@ -58,20 +68,37 @@ class PlaceInArena(StepPass):
         return "nothing is gathered or scattered"
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
+        workspace = costs or no_workspace
+        most = timeline(step, workspace).peak_bytes * (1 + self.rise)
         copied = [made for launch in step.graph.find_nodes(op="call_function", target=GATHERS)
                   for made in _flattened(step, launch)]
         owners = _owners(step, copied, self.products_only)
-        if not owners:
-            return
-        first = owners[0].meta["val"]
-        nbytes, offsets = place(_in_time(step, owners), ALIGNMENT[first.device.type])
-        arena = _input(step, nbytes, first)
-        for node, offset in zip(owners, offsets):
-            _move(step, node, arena, offset)
+        for largest in sorted({_bytes(n) for n in owners}, reverse=True):  # rule 4
+            tenants = [n for n in owners if _bytes(n) <= largest]
+            size, offsets = place(_in_time(step, tenants), ALIGNMENT[tenants[0].meta["val"].device.type])
+            if size + _peak_bytes_beside(step, tenants, workspace) <= most:
+                arena = _input(step, size, tenants[0].meta["val"])
+                for node, offset in zip(tenants, offsets):
+                    _move(step, node, arena, offset)
+                break
 
     def ensures(self, step: StepGraph) -> str | None:
-        left = _owners(step, (), self.products_only)
+        arena = arena_of(step.graph, storage_roots(step.graph))
+        largest = max((t.nbytes for t in arena.tenants), default=0) if arena else 0
+        left = [n for n in _owners(step, (), self.products_only) if _bytes(n) <= largest]
         return f"{left[0].name} has memory of its own" if left else None
+
+
+def _bytes(owner: fx.Node) -> int:
+    return owner.meta["val"].untyped_storage().nbytes()
+
+
+def _peak_bytes_beside(step: StepGraph, tenants: Sequence[fx.Node], workspace: Workspace) -> int:
+    """The peak of `step` without the bytes of `tenants`."""
+    life = lifetimes(step.graph)
+    size, born = ({n: 0 if n in tenants else nbytes for n, nbytes in of.items()} for of in (life.size, life.born))
+    points = live_bytes(step.computing(), replace(life, size=size, born=born), workspace)
+    return resident_bytes(step) + max(points, default=0)
 
 
 def _flattened(step: StepGraph, launch: fx.Node) -> list[fx.Node]:
@@ -126,7 +153,7 @@ def _in_time(step: StepGraph, owners: Sequence[fx.Node]) -> list[Tenant]:
     place_of = {node: i for i, node in enumerate(step.computing())}
     for node, i in place_of.items():
         last.update(dict.fromkeys(touched[node], i))
-    return [Tenant(n.name, n.meta["val"].untyped_storage().nbytes(), place_of[n], last[n]) for n in owners]
+    return [Tenant(n.name, _bytes(n), place_of[n], last[n]) for n in owners]
 
 
 def _input(step: StepGraph, nbytes: int, like: Tensor) -> fx.Node:
