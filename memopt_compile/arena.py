@@ -11,6 +11,8 @@ Where each tenant lies is found before anything runs (offline dynamic storage al
 2. Three orders are tried (the largest first, the largest bytes by time first, as they come), and the
    smallest buffer is taken. The earliest of the three wins a tie, so that a plan is always the same.
 3. Every tenant begins at a multiple of `alignment` bytes.
+4. A buffer may have a capacity. What finds no place in it stays outside, and the order is taken that
+   leaves out the fewest bytes by time. Where some tenants are wanted most, each order is also tried with them first.
 
 No buffer can be smaller than the most bytes that tenants need at once: that is the lower bound.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +68,31 @@ class Arena:
         return self.nbytes - self.lower_bound_bytes
 
 
-def place(tenants: Sequence[Tenant], alignment: int) -> tuple[int, list[int]]:
-    """The bytes of a buffer for `tenants`, and where each of them begins."""
-    count = range(len(tenants))
-    met = _met(tenants)
-    orders = (sorted(count, key=lambda i: (-tenants[i].nbytes, tenants[i].start)),
-              sorted(count, key=lambda i: (-tenants[i].nbytes * (1 + tenants[i].stop - tenants[i].start),
-                                           tenants[i].start)),
-              sorted(count, key=lambda i: tenants[i].start))
-    return min((_placed(tenants, order, met, alignment) for order in orders), key=lambda found: found[0])
+def place(tenants: Sequence[Tenant], alignment: int, capacity: int | None = None,
+          first: Container[int] = ()) -> tuple[int, list[int | None]]:
+    """The bytes of a buffer for `tenants`, and where each of them begins.
+
+    With a `capacity` in bytes that is the most; what then finds no place has None, least of all those whose
+    numbers are in `first`.
+    """
+    met, count = _met(tenants), range(len(tenants))
+    ways = ((lambda i: -tenants[i].nbytes), (lambda i: -_weight(tenants[i])), (lambda i: 0))
+    found = []
+    for ahead in ((), first) if first else ((),):
+        for way in ways:
+            order = sorted(count, key=lambda i, way=way, ahead=ahead: (i not in ahead, way(i), tenants[i].start))
+            found.append(_placed(tenants, order, met, alignment, capacity))
+
+    def cost(size: int, offsets: list[int | None]) -> tuple[int, int, int]:
+        outside = [i for i in count if offsets[i] is None]
+        return sum(i in first for i in outside), sum(_weight(tenants[i]) for i in outside), size
+
+    return min(found, key=lambda each: cost(*each))
+
+
+def _weight(tenant: Tenant) -> int:
+    """Its bytes, once for each moment."""
+    return tenant.nbytes * (1 + tenant.stop - tenant.start)
 
 
 def _met(tenants: Sequence[Tenant]) -> list[list[int]]:
@@ -90,8 +108,8 @@ def _met(tenants: Sequence[Tenant]) -> list[list[int]]:
 
 
 def _placed(tenants: Sequence[Tenant], order: Iterable[int], met: list[list[int]],
-            alignment: int) -> tuple[int, list[int]]:
-    """Rules 1 and 3, for one order."""
+            alignment: int, capacity: int | None = None) -> tuple[int, list[int | None]]:
+    """Rules 1, 3 and 4, for one order."""
     offsets: dict[int, int] = {}
     for i in order:
         free, best = 0, None
@@ -99,9 +117,11 @@ def _placed(tenants: Sequence[Tenant], order: Iterable[int], met: list[list[int]
             if begin - free >= tenants[i].nbytes and (best is None or begin - free < best[0]):
                 best = begin - free, free
             free = max(free, -(-end // alignment) * alignment)
-        offsets[i] = free if best is None else best[1]
-    size = max((offsets[i] + t.nbytes for i, t in enumerate(tenants)), default=0)
-    return size, [offsets[i] for i in range(len(tenants))]
+        place_of = free if best is None else best[1]
+        if capacity is None or place_of + tenants[i].nbytes <= capacity:
+            offsets[i] = place_of
+    size = max((at + tenants[i].nbytes for i, at in offsets.items()), default=0)
+    return size, [offsets.get(i) for i in range(len(tenants))]
 
 
 def lower_bound_bytes(tenants: Iterable[Tenant]) -> int:

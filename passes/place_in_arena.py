@@ -14,8 +14,9 @@ step that is kept between steps, and nothing is allocated for them.
 3. A tenant has its bytes from the operator that first writes it to the last that touches it in the order
    that the step now has, through any view, and a collective touches its operands until it has been
    waited for. So what comes into these bytes next is written behind the last read.
-4. The arena is there at the peak too, whoever lives in it then. If it raises the predicted peak by more than the share
-   `rise`, the largest tensors are no tenants, and so on.
+4. The arena is there at the peak too, whoever lives in it then. It is the largest that does not raise the
+   predicted peak by more than the share `rise`; what finds no place in it has memory of its own. If the
+   parameters of buckets find none, they travel as before.
 5. Places are those of `arena.place`. The step is not reordered behind this pass.
 
 Before:  w = wait(all_gather(p)); a = mm(x, w)
@@ -36,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.arena import ALIGNMENT, WINDOW, Tenant, arena_of, place
+from memopt_compile.arena import ALIGNMENT, WINDOW, Tenant, place
 from memopt_compile.collectives import GATHER, GATHER_INTO, WAIT, is_collective
 from memopt_compile.liveness import (
     Workspace,
@@ -53,6 +54,7 @@ from memopt_compile.writing import writing_form
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHERS = c10d.all_gather_into_tensor_coalesced.default
 SCATTERS = (c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default)
+STEP = 0.9  # from one size that is tried to the next
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
@@ -70,35 +72,39 @@ class PlaceInArena(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         workspace = costs or no_workspace
         most = timeline(step, workspace).peak_bytes * (1 + self.rise)
-        copied = [made for launch in step.graph.find_nodes(op="call_function", target=GATHERS)
-                  for made in _flattened(step, launch)]
-        owners = _owners(step, copied, self.products_only)
-        for largest in sorted({_bytes(n) for n in owners}, reverse=True):  # rule 4
-            tenants = [n for n in owners if _bytes(n) <= largest]
-            size, offsets = place(_in_time(step, tenants), ALIGNMENT[tenants[0].meta["val"].device.type])
-            if size + _peak_bytes_beside(step, tenants, workspace) <= most:
-                arena = _input(step, size, tenants[0].meta["val"])
-                for node, offset in zip(tenants, offsets):
-                    _move(step, node, arena, offset)
-                break
-
-    def ensures(self, step: StepGraph) -> str | None:
-        arena = arena_of(step.graph, storage_roots(step.graph))
-        largest = max((t.nbytes for t in arena.tenants), default=0) if arena else 0
-        left = [n for n in _owners(step, (), self.products_only) if _bytes(n) <= largest]
-        return f"{left[0].name} has memory of its own" if left else None
+        for flat in (True, False):
+            trial = step.copy()
+            copied = [made for launch in trial.graph.find_nodes(op="call_function", target=GATHERS) if flat
+                      for made in _flattened(trial, launch)]
+            size, places = _largest(trial, _owners(trial, copied, self.products_only), most, workspace, copied)
+            if places and places.keys() >= {*copied}:
+                arena = _input(trial, size, next(iter(places)).meta["val"])
+                for node, offset in places.items():
+                    _move(trial, node, arena, offset)
+                vars(step).update(vars(trial))
+                return
 
 
-def _bytes(owner: fx.Node) -> int:
-    return owner.meta["val"].untyped_storage().nbytes()
-
-
-def _peak_bytes_beside(step: StepGraph, tenants: Sequence[fx.Node], workspace: Workspace) -> int:
-    """The peak of `step` without the bytes of `tenants`."""
-    life = lifetimes(step.graph)
-    size, born = ({n: 0 if n in tenants else nbytes for n, nbytes in of.items()} for of in (life.size, life.born))
-    points = live_bytes(step.computing(), replace(life, size=size, born=born), workspace)
-    return resident_bytes(step) + max(points, default=0)
+def _largest(step: StepGraph, owners: Sequence[fx.Node], most: float, workspace: Workspace,
+             copied: Sequence[fx.Node]) -> tuple[int, dict[fx.Node, int]]:
+    """Rule 4: the bytes of the largest arena with which the peak is not above `most`, and places in it."""
+    life, order, tenants = lifetimes(step.graph), list(step.computing()), _in_time(step, owners)
+    if not owners:
+        return 0, {}
+    first = {i for i, node in enumerate(owners) if node in copied}
+    points = live_bytes(order, life, workspace)
+    at = points.index(max(points))
+    # More than what lives there at the peak, and the rise, is too much.
+    room = most - resident_bytes(step) - points[at] + sum(t.nbytes for t in tenants if t.start <= at <= t.stop)
+    while room >= 1:
+        size, offsets = place(tenants, ALIGNMENT[owners[0].meta["val"].device.type], int(room), first)
+        places = {node: offset for node, offset in zip(owners, offsets) if offset is not None}
+        sizes, born = ({n: 0 if n in places else nbytes for n, nbytes in of.items()} for of in (life.size, life.born))
+        beside = live_bytes(order, replace(life, size=sizes, born=born), workspace)
+        if size + resident_bytes(step) + max(beside) <= most:
+            return size, places
+        room *= STEP
+    return 0, {}
 
 
 def _flattened(step: StepGraph, launch: fx.Node) -> list[fx.Node]:
@@ -153,7 +159,7 @@ def _in_time(step: StepGraph, owners: Sequence[fx.Node]) -> list[Tenant]:
     place_of = {node: i for i, node in enumerate(step.computing())}
     for node, i in place_of.items():
         last.update(dict.fromkeys(touched[node], i))
-    return [Tenant(n.name, _bytes(n), place_of[n], last[n]) for n in owners]
+    return [Tenant(n.name, n.meta["val"].untyped_storage().nbytes(), place_of[n], last[n]) for n in owners]
 
 
 def _input(step: StepGraph, nbytes: int, like: Tensor) -> fx.Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,19 @@ def test_no_buffer_is_smaller_than_what_is_needed_at_once(lives):
     size, _ = place(wanted, 1)
     assert least <= size <= sum(t.nbytes for t in wanted)
     assert place(wanted, 1) == place(wanted, 1)
+
+
+@given(LIVES, st.integers(0, 20000), st.sets(st.integers(0, 39)))
+def test_what_finds_no_place_stays_outside(lives, capacity, first):
+    wanted = tenants(lives)
+    size, offsets = place(wanted, 64, capacity, first)
+    assert size <= capacity
+    inside = [replace(t, offset=offset) for t, offset in zip(wanted, offsets) if offset is not None]
+    for i, one in enumerate(inside):
+        assert not any(one.meets(other) and one.overlaps(other) for other in inside[:i])
+    for tenant, offset in zip(wanted, offsets):  # and for one of those outside there is no gap at the start
+        if offset is None and tenant.nbytes <= capacity:
+            assert any(tenant.meets(other) and tenant.overlaps(other) for other in inside)
 
 
 def test_what_follows_each_other_shares_bytes():

@@ -54,7 +54,6 @@ def placed(step, rise=9.0, **how):
     each = PlaceInArena(rise=rise, **how)
     each.run(step)
     step.verify()
-    assert each.ensures(step) is None
     return arena_of(step.graph, storage_roots(step.graph))
 
 
@@ -126,8 +125,9 @@ def test_nothing_to_place():
     assert placed(step) is None and step.text() == text
 
 
-@pytest.mark.parametrize(("rise", "sizes"), [(0.1, []), (0.2, [32] * 4), (0.5, [32] * 4 + [256] * 2)])
-def test_the_largest_stay_outside_where_the_peak_would_rise_too_far(rise, sizes):
+@pytest.mark.parametrize(("rise", "sizes"), [
+    (0.02, []), (0.05, [32] * 3), (0.2, [32] * 2 + [256] * 2), (0.5, [32] * 4 + [256] * 2)])
+def test_the_arena_is_the_largest_that_the_peak_has_room_for(rise, sizes):
     step = with_biases()
     before = timeline(step).peak_bytes
     arena = placed(step, rise)

@@ -124,7 +124,7 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
             "reason": record.reason, "calls": calls(record), "sent": sent(record), "ahead": ahead(record),
             "gathered_bytes": sum(whole_bytes(n) for n in record.step.computing()
                                   if is_collective(n) and "all_gather" in op_name(n)),
-            "predicted": record.predicted_peak_bytes, "arena": memopt.report(step).arena,
+            "predicted": record.predicted_peak_bytes, "arena": memopt.report(step).arena, "counts": record.step.op_counts(),
             "measured": [memopt.measure(run, x, y, resident=(model, opt, record.arena.tensor)).peak_bytes
                          for x, y in batches(rank, ranks, dtype, measured)],
             "resident": memopt.measure(lambda: None, resident=(model, opt)).resident_bytes}
