@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from .. import compat_inductor, slab_kernels
 from ..arena import WINDOW
 from ..between import host_call, in_its_place, read_by_program
-from ..collectives import GATHER_INTO, WAIT
+from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
 from ..costs import is_library, workspace_bytes
 from ..errors import OptionError
 from ..finiteness import not_looking
@@ -45,7 +45,7 @@ from ..step_graph import StepGraph, op_name
 from ..transfers import TO_HOST, is_transfer
 
 # Operators whose fake results are new tensors, though they make none of the device.
-NO_MEMORY = (TO_HOST, GATHER_INTO, WAIT)
+NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes

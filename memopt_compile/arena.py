@@ -12,7 +12,7 @@ Where each tenant lies is found before anything runs (offline dynamic storage al
    smallest buffer is taken. The earliest of the three wins a tie, so that a plan is always the same.
 3. Every tenant begins at a multiple of `alignment` bytes.
 4. A buffer may have a capacity. What finds no place in it stays outside, and the order is taken that
-   leaves out the fewest bytes by time. Where some tenants are wanted most, each order is also tried with them first.
+   leaves out the fewest bytes by time.
 
 No buffer can be smaller than the most bytes that tenants need at once: that is the lower bound.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,26 +68,16 @@ class Arena:
         return self.nbytes - self.lower_bound_bytes
 
 
-def place(tenants: Sequence[Tenant], alignment: int, capacity: int | None = None,
-          first: Container[int] = ()) -> tuple[int, list[int | None]]:
-    """The bytes of a buffer for `tenants`, and where each of them begins.
-
-    With a `capacity` in bytes that is the most; what then finds no place has None, least of all those whose
-    numbers are in `first`.
-    """
+def place(tenants: Sequence[Tenant], alignment: int,
+          capacity: int | None = None) -> tuple[int, list[int | None]]:
+    """The bytes of a buffer for `tenants`, and where each of them begins. With a `capacity` in bytes that is the
+    most, and what finds no place in it has None."""
     met, count = _met(tenants), range(len(tenants))
-    ways = ((lambda i: -tenants[i].nbytes), (lambda i: -_weight(tenants[i])), (lambda i: 0))
-    found = []
-    for ahead in ((), first) if first else ((),):
-        for way in ways:
-            order = sorted(count, key=lambda i, way=way, ahead=ahead: (i not in ahead, way(i), tenants[i].start))
-            found.append(_placed(tenants, order, met, alignment, capacity))
-
-    def cost(size: int, offsets: list[int | None]) -> tuple[int, int, int]:
-        outside = [i for i in count if offsets[i] is None]
-        return sum(i in first for i in outside), sum(_weight(tenants[i]) for i in outside), size
-
-    return min(found, key=lambda each: cost(*each))
+    orders = (sorted(count, key=lambda i: (-tenants[i].nbytes, tenants[i].start)),
+              sorted(count, key=lambda i: (-_weight(tenants[i]), tenants[i].start)),
+              sorted(count, key=lambda i: tenants[i].start))
+    found = [_placed(tenants, order, met, alignment, capacity) for order in orders]
+    return min(found, key=lambda each: (sum(_weight(t) for t, at in zip(tenants, each[1]) if at is None), each[0]))
 
 
 def _weight(tenant: Tenant) -> int:
@@ -144,7 +134,16 @@ def _window(arena: Tensor, offset: int, sizes: Sequence[int], dtype: torch.dtype
     return arena[offset:offset + math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
 
-_library.impl("window", _window, "CompositeExplicitAutograd")
+def _window_by_itself(arena: Tensor, offset: int, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """With a storage of its own on the same bytes. torch finds what `wait_tensor` waits for by the storage: in a common
+    one the first wait would wait for all that is on its way into the arena."""
+    part = arena[offset:offset + math.prod(sizes) * dtype.itemsize]
+    return torch.from_dlpack(part).view(dtype).view(sizes)
+
+
+_library.impl("window", _window, "CompositeExplicitAutograd")  # of fake tensors too
+_library.impl("window", _window_by_itself, "CPU")
+_library.impl("window", _window_by_itself, "CUDA")
 WINDOW = torch.ops.memopt.window.default  # of the arena: the bytes of one tenant
 
 Roots = dict[fx.Node, frozenset[fx.Node]]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .compat_collectives import GATHERS_INTO
 from .compat_trace import hinted
 
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
@@ -25,7 +26,7 @@ GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # a
 def is_collective(node: fx.Node) -> bool:
     """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
     return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
-            and node.target is not WAIT)
+            and node.target is not WAIT) or node.target is GATHERS_INTO
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -51,8 +52,10 @@ def arrived(value: fx.Node) -> fx.Node:
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values have to be there while `node` runs: a wait needs its collective's."""
     if is_wait(node) and is_collective(launch_of(node)):
-        launch = launch_of(node)  # what it writes to is the value of the launch
-        return [*node.all_input_nodes, *(a for a in launch.all_input_nodes if a is not launch.kwargs.get("out"))]
+        launch = launch_of(node)  # where that writes is its value
+        into = launch.kwargs.get("out", ())
+        written = into if isinstance(into, list | tuple) else [into]
+        return [*node.all_input_nodes, *(a for a in launch.all_input_nodes if a not in written)]
     return node.all_input_nodes
 
 

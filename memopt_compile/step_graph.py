@@ -307,8 +307,11 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage the value of `node` shares: none if it owns its storage."""
-    if node.target is operator.getitem:
-        source = node.args[0]
+    source = node.args[0] if node.target is operator.getitem else node
+    into = source.kwargs.get("out") if isinstance(source, fx.Node) else None
+    if isinstance(into, list | tuple):  # no schema says so of a list of results
+        return list(into) if source is node else [into[node.args[1]]]
+    if source is not node:
         return aliased_args(source) if isinstance(source, fx.Node) else []
     return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
 
@@ -342,8 +345,7 @@ def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For every node, the nodes that own the storages its value lives in. A tenant of the arena owns its
-    bytes: `verify` sees to it that nothing else has them meanwhile."""
+    """For every node, the nodes that own the storages its value lives in; a tenant of the arena its bytes."""
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         shared = aliased_args(node) if node.op == "call_function" and node.target is not WINDOW else []

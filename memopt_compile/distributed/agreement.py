@@ -33,7 +33,7 @@ def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     for node in filter(is_collective, graph.nodes):
         *given, group = node.args
         values = [_described(value, group == replicas) for value in given]
-        target = str(node.target).replace("_out.", ".")
+        target = node.target._schema.name.split("::")[1].removesuffix("_out")
         lines.append(f"{target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
     return lines
 

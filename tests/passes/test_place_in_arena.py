@@ -11,7 +11,7 @@ from memopt_compile.arena import WINDOW, arena_of
 from memopt_compile.backends import inductor
 from memopt_compile.collectives import GATHER, is_wait
 from memopt_compile.errors import OptionError, VerifyError
-from memopt_compile.liveness import resident_bytes, timeline
+from memopt_compile.liveness import lifetimes, resident_bytes, timeline
 from memopt_compile.options import Options
 from memopt_compile.passes.bucket_collectives import BucketCollectives
 from memopt_compile.passes.canonicalize import Canonicalize
@@ -92,16 +92,28 @@ def test_products_alone_where_a_compiler_fuses_the_rest(products_only):
     assert writers == {"mm", "all_gather_into_tensor_out"} | (set() if products_only else {"sum"})
 
 
-def test_a_bucket_travels_as_one_flat_tensor():
+def test_a_bucket_writes_there_too():
     step = with_biases()
     BucketCollectives().run(step)
-    copies = step.op_counts().get("clone", 0)
+    names = {name: count for name, count in step.op_counts().items() if "gather" in name or "scatter" in name}
     arena = placed(step)
     counts = step.op_counts()
-    assert "all_gather_into_tensor_coalesced" not in counts and counts["all_gather_into_tensor_out"] == 2
-    assert counts["cat.out"] == 1 and counts.get("clone", 0) == copies
-    # Rows of two biases, both as they come, each by itself; a weight; three gradients.
-    assert sorted(t.nbytes for t in arena.tenants) == [32, 32, 32, 32, 32, 64, 256, 256]
+    assert {name.removesuffix("_out"): counts[name] for name in counts if "gather" in name or "scatter" in name} == names
+    assert "all_gather_into_tensor_coalesced_out" in counts
+    assert sorted(t.nbytes for t in arena.tenants) == [32, 32, 32, 32, 256, 256]  # three parameters and gradients
+    bias = next(n for n in step.graph.nodes if op_name(n) == "getitem")
+    assert len(storage_roots(step.graph)[bias]) == 1
+    assert not any("gather" in op_name(n) for n in lifetimes(step.graph).size)
+
+
+def test_a_bucket_of_which_one_is_returned_has_memory_of_its_own():
+    def returned(p, b, c, x):
+        first, second = OPS.all_gather_into_tensor_coalesced([b, c], RANKS, "group")
+        return (x @ gathered(p)).sum() + OPS.wait_tensor(first).sum(), OPS.wait_tensor(second)
+
+    step = by_hand(returned, ("p", torch.rand(4, 8)), ("p", torch.rand(4)), ("p", torch.rand(4)), ("x", torch.rand(2, 8)))
+    Canonicalize().run(step)
+    assert [t.nbytes for t in placed(step).tenants] == [256]
 
 
 def test_no_result_of_the_step_is_a_tenant():

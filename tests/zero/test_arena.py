@@ -84,7 +84,7 @@ def test_predicted_peak_is_the_measured_one(pair, case):
 @pytest.mark.parametrize("case", [*STAGES, "budget", ("clipped", True)])
 def test_nothing_is_gathered_beside_the_arena(pair, case):
     for rank in pair:
-        assert {call for call in rank[case]["calls"] if "gather" in call} == {"all_gather_into_tensor_out"}
+        assert all(call.endswith("_out") for call in rank[case]["calls"] if "gather" in call)
         arena = rank[case]["arena"]
         assert arena.nbytes >= arena.lower_bound_bytes > 0 and rank["without"]["arena"] is None
 
