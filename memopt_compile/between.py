@@ -11,6 +11,9 @@ from torch import Tensor, fx
 
 from .arena import WINDOW
 from .collectives import is_collective, is_wait, operands
+from .compat_trace import is_fake
+from .costs import of_gloo
+from .distributed import planned
 from .finiteness import REQUIRE_FINITE
 from .step_graph import StepGraph, mutated_args
 from .transfers import is_transfer
@@ -39,14 +42,23 @@ def read_by_program(node: fx.Node) -> list[fx.Node]:
     return operands(node) if _BETWEEN in node.meta else node.all_input_nodes
 
 
+def _on_cpu(node: fx.Node) -> bool:
+    return all(n.meta["val"].device.type == "cpu" for n in node.all_input_nodes
+               if isinstance(n.meta.get("val"), Tensor))
+
+
 def host_call(node: fx.Node) -> Callable[..., Any]:
     """`node` as a function of the values it reads, for the program (rule 4)."""
     reads, arguments = read_by_program(node), (node.args, node.kwargs)
+    collective = is_collective(node) or is_wait(node)
+    held = of_gloo(node) if collective and _on_cpu(node) and not planned.active() else 0
 
     def call(*values: Any) -> Any:
         known = dict(zip(reads, values))
         args, kwargs = fx.map_arg(arguments, known.__getitem__)
         result = node.target(*args, **kwargs)
+        if held and is_fake(values[0]):  # a dry run, to learn the peak: what gloo would hold is seen, and gone
+            torch.empty(held, dtype=torch.uint8)
         return args[0] if is_wait(node) else result  # of a fake tensor a wait would make another one
 
     def draw(*_: Any) -> Tensor:
