@@ -130,9 +130,7 @@ def _largest(step: StepGraph, owners: Sequence[fx.Node], most: float,
     # More than the rise and what lives there at the peak is too much.
     room = most - resident - points[at] + sum(t.nbytes for t in tenants if t.start <= at <= t.stop)
     while room >= 1:
-        size, offsets = place(tenants, ALIGNMENT[owners[0].meta["val"].device.type], int(room))
-        outside = {_launch(n) for n, offset in zip(owners, offsets) if offset is None}
-        places = {n: offset for n, offset in zip(owners, offsets) if _launch(n) not in outside}
+        size, places = _within(int(room), owners, tenants)
         sizes, born = dict(life.size), dict(life.born)
         for node in places:
             born[_launch(node)] -= sizes.pop(node)
@@ -141,6 +139,18 @@ def _largest(step: StepGraph, owners: Sequence[fx.Node], most: float,
             return size, places
         room *= STEP
     return 0, {}
+
+
+def _within(capacity: int, owners: Sequence[fx.Node], tenants: Sequence[Tenant]) -> tuple[int, dict[fx.Node, int]]:
+    """Places in `capacity` bytes at most, for all of a bucket or none."""
+    alignment = ALIGNMENT[owners[0].meta["val"].device.type]
+    inside = dict(zip(owners, tenants))
+    while True:
+        size, offsets = place(list(inside.values()), alignment, capacity)
+        outside = {_launch(n) for n, offset in zip(inside, offsets) if offset is None}
+        if not outside:
+            return size, dict(zip(inside, offsets))
+        inside = {n: tenant for n, tenant in inside.items() if _launch(n) not in outside}
 
 
 def _input(step: StepGraph, nbytes: int, like: Tensor) -> fx.Node:

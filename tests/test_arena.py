@@ -85,6 +85,14 @@ def test_a_window_is_of_the_arenas_bytes():
     assert not arena[:64].any() and not arena[112:].any()
 
 
+def test_a_window_has_a_storage_of_its_own():
+    """By which torch finds what a wait waits for: the next gather may be on its way into the same arena."""
+    arena = torch.zeros(1024, dtype=torch.uint8)
+    windows = [WINDOW(arena, at, [16], torch.bfloat16) for at in (0, 64)]
+    assert len({each.untyped_storage()._cdata for each in (arena, *windows)}) == 3
+    assert windows[1].data_ptr() == arena.data_ptr() + 64
+
+
 def test_steps_of_one_model_have_the_largest_buffer_that_one_of_them_needs():
     parameter = torch.nn.Parameter(torch.zeros(2))
     buffer = buffer_of(parameter)

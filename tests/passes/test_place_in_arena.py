@@ -106,6 +106,14 @@ def test_a_bucket_writes_there_too():
     assert not any("gather" in op_name(n) for n in lifetimes(step.graph).size)
 
 
+def test_a_bucket_that_finds_no_place_leaves_no_gap():
+    step = with_biases()
+    BucketCollectives().run(step)
+    arena = placed(step, 0.02)
+    assert "all_gather_into_tensor_coalesced" in step.op_counts()
+    assert [t.nbytes for t in arena.tenants] == [arena.nbytes] == [32]  # a gradient alone
+
+
 def test_a_bucket_of_which_one_is_returned_has_memory_of_its_own():
     def returned(p, b, c, x):
         first, second = OPS.all_gather_into_tensor_coalesced([b, c], RANKS, "group")
