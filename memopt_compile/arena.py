@@ -166,12 +166,14 @@ def arena_of(graph: fx.Graph, roots: Roots) -> Arena | None:
                  tuple(sorted(tenants, key=lambda t: t.start)))
 
 
-def fault(graph: fx.Graph, roots: Roots, writes: Callable[[fx.Node], list[fx.Node]]) -> tuple[str, str] | None:
+def fault(graph: fx.Graph, roots_of: Callable[[fx.Graph], Roots],
+          writes: Callable[[fx.Node], list[fx.Node]]) -> tuple[str, str] | None:
     """The name of a tenant, and what is wrong with it: it shares bytes with another one while both are there,
     is read before it is written, does not fit, or is a result of the step."""
-    arena = arena_of(graph, roots)
-    if arena is None:
+    if not graph.find_nodes(op="call_function", target=WINDOW):
         return None
+    roots = roots_of(graph)
+    arena = arena_of(graph, roots)
     nodes = list(graph.nodes)
     returned = {r.name for a in graph.output_node().all_input_nodes for r in roots[a]}
     there: list[Tenant] = []

@@ -41,8 +41,9 @@ def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, 
     """For every node, in schedule order, the nodes that any safe order puts before it. Collectives of
     the phases `free` need no order (rule 4): whoever asks for that gives all ranks the same one."""
     before: dict[fx.Node, list[fx.Node]] = {}
-    owners = storage_roots(step.graph)
-    roots = {node: {r.args[0] if r.target is WINDOW else r for r in found} for node, found in owners.items()}
+    roots = storage_roots(step.graph)
+    if step.graph.find_nodes(op="call_function", target=WINDOW):
+        roots = {n: frozenset(r.args[0] if r.target is WINDOW else r for r in found) for n, found in roots.items()}
     touched: dict[fx.Node, list[fx.Node]] = {}
     drew: fx.Node | None = None
     called: fx.Node | None = None

@@ -217,7 +217,7 @@ class StepGraph:
             raise VerifyError(
                 f"{read.name} reads a value after {write.name} has overwritten it",
                 where=source_line(read), do="keep every read of a tensor before its write")
-        wrong = fault(self.graph, storage_roots(self.graph), mutated_args)
+        wrong = fault(self.graph, storage_roots, mutated_args)
         if wrong is not None:
             raise VerifyError(f"the tenant {wrong[0]} of the arena {wrong[1]}",
                               do="give it bytes that nothing else has from its first write to its last read")

@@ -52,7 +52,7 @@ from memopt_compile.writing import writing_form
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHERS = c10d.all_gather_into_tensor_coalesced.default
 SCATTERS = (c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default)
-STEP = 0.9  # from one size that is tried to the next
+STEP, TRIES = 0.9, 40  # sizes that are tried: from one to the next, and how many
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
@@ -129,7 +129,7 @@ def _largest(step: StepGraph, owners: Sequence[fx.Node], most: float,
     at = points.index(max(points))
     # More than the rise and what lives there at the peak is too much.
     room = most - resident - points[at] + sum(t.nbytes for t in tenants if t.start <= at <= t.stop)
-    while room >= 1:
+    for _ in range(TRIES):
         size, places = _within(int(room), owners, tenants)
         sizes, born = dict(life.size), dict(life.born)
         for node in places:
