@@ -14,11 +14,15 @@ c10/core/AllocatorConfig.h (sizes) and c10/cuda/CUDACachingAllocator.cpp:
 3. The smallest free block that fits is taken, of equals the one with the lowest address. Its rest becomes a free
    block if it has 512 bytes in a small pool, or more than 1 MiB in a large one.
 4. A freed block grows together with free neighbours in its segment.
-5. Segments stay. (The real allocator gives free ones back before it fails, at the price of waiting for the device;
-   `expandable_segments` are not modelled. Operators' workspace and collectives' own streams are not in it.)
+5. Segments stay until one more does not fit the device. Then all that are free as a whole go back, at the price
+   of waiting for the device, and if that is not enough the allocation fails.
 
-Printed are the most bytes that the plan has allocated, the most that the allocator had to reserve, the
-difference, and the bytes of the arena beside the least that its tenants need at once.
+`expandable_segments` are not modelled, and operators' workspace and collectives' own streams are not in the plan.
+
+Printed are the bytes of the arena beside the least that its tenants need at once; the most bytes that the
+plan has allocated; the most that the allocator has reserved on a device without end; what of it was never
+allocated; and the smallest device on which no allocation fails. `--rise` is how far an arena may raise the predicted peak:
+0.02 is what `arena=True` does, and 9 puts everything into it.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "examples")]
 
@@ -40,8 +46,9 @@ from models import GPT, GPTConfig  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile import explaining  # noqa: E402
+from memopt_compile import explaining, pipelines  # noqa: E402
 from memopt_compile.liveness import lifetimes  # noqa: E402
+from memopt_compile.passes.place_in_arena import PlaceInArena  # noqa: E402
 from memopt_compile.render import Report  # noqa: E402
 from memopt_compile.step_graph import Role, StepGraph  # noqa: E402
 
@@ -58,7 +65,9 @@ def rounded(size: int, to: int) -> int:
 class CachingAllocator:
     """Rules 1 to 5. A block is (segment, offset) of some size."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: float = float("inf")) -> None:
+        self.device_bytes = device_bytes
+        self.whole: dict[int, int] = {}  # sizes by segment
         self.reserved = self.allocated = self.most_allocated = 0
         self.segments = itertools.count()
         self.small: dict[int, bool] = {}  # by segment, which pool it is of
@@ -71,11 +80,16 @@ class CachingAllocator:
         pool = self.free[small]
         block = min((b for b, free in pool.items() if free >= size), key=lambda b: (pool[b], b), default=None)
         if block is None:
+            segment = (SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_REQUEST
+                       else rounded(size, ROUND_LARGE))
+            if self.reserved + segment > self.device_bytes:
+                self._give_back()
+            if self.reserved + segment > self.device_bytes:
+                raise MemoryError
             block = (next(self.segments), 0)
-            pool[block] = (SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_REQUEST
-                           else rounded(size, ROUND_LARGE))
+            pool[block] = self.whole[block[0]] = segment
             self.small[block[0]] = small
-            self.reserved += pool[block]
+            self.reserved += segment
         rest = pool.pop(block) - size
         if rest >= SMALLEST if small else rest > SMALL:
             pool[block[0], block[1] + size] = rest
@@ -85,6 +99,11 @@ class CachingAllocator:
         self.allocated += size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
+
+    def _give_back(self) -> None:
+        for pool in self.free.values():
+            for block in [b for b, free in pool.items() if free == self.whole[b[0]]]:
+                self.reserved -= pool.pop(block)
 
     def release(self, block: tuple[int, int]) -> None:
         size = self.taken.pop(block)
@@ -117,8 +136,13 @@ def events(step: StepGraph) -> Iterator[tuple[Any, int]]:
         yield from ((owner, 0) for owner in dead[i])
 
 
-def simulated(step: StepGraph) -> CachingAllocator:
-    allocator = CachingAllocator()
+def simulated(step: StepGraph, device_bytes: float = float("inf")) -> CachingAllocator:
+    """An allocator that has served some steps.
+
+    Raises:
+        MemoryError: the device is too small for it.
+    """
+    allocator = CachingAllocator(device_bytes)
     batch = [i.nbytes for i in step.inputs if i.role is Role.BATCH]
     for given in step.inputs:
         if given.role is not Role.BATCH and given.nbytes:
@@ -134,6 +158,18 @@ def simulated(step: StepGraph) -> CachingAllocator:
         for block in held:
             allocator.release(block)
     return allocator
+
+
+def smallest_device(step: StepGraph, low: int, high: int) -> int:
+    """Bytes with which no allocation fails, to 2 MiB: none below was found."""
+    while high - low > ROUND_LARGE:
+        middle = (low + high) // 2
+        try:
+            simulated(step, middle)
+            high = middle
+        except MemoryError:
+            low = middle
+    return high
 
 
 def gpt(layers: int) -> tuple[torch.nn.Module, int]:
@@ -156,7 +192,7 @@ def llama_checkpointed(layers: int) -> tuple[torch.nn.Module, int]:
 MODELS = {"gpt": gpt, "llama": llama, "llama_checkpointed": llama_checkpointed}
 
 
-def planned(name: str, ranks: int, layers: int, tokens: int, autocast: bool, arena: bool) -> Any:
+def planned(name: str, ranks: int, layers: int, tokens: int, autocast: bool, rise: float | None) -> Any:
     with memopt.planned_ranks(ranks) as mesh:
         model, vocabulary = MODELS[name](layers)
         opt = torch.optim.AdamW(model.parameters())
@@ -173,26 +209,29 @@ def planned(name: str, ranks: int, layers: int, tokens: int, autocast: bool, are
             return loss
 
         ids = torch.zeros(2, tokens, dtype=torch.long)
-        return explaining.planned(step, (ids, ids), {"zero": 3, "arena": arena, "lowering": "eager"})
+        with mock.patch.object(pipelines, "PlaceInArena", partial(PlaceInArena, rise=rise)):
+            return explaining.planned(step, (ids, ids), {"zero": 3, "arena": rise is not None, "lowering": "eager"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reserved against allocated bytes of a planned step.")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--float32", action="store_true", help="no autocast to bfloat16")
+    parser.add_argument("--rise", type=float, nargs="+", default=[0.02, 9.0])
     given = parser.parse_args()
-    print("| model | ranks | arena, MiB | at least | lost | predicted peak | allocated | reserved | unused |\n"
-          "|---|---|---|---|---|---|---|---|---|")
-    for name, ranks, arena in itertools.product(given.models, given.ranks, (False, True)):
-        record = planned(name, ranks, given.layers, given.tokens, not given.float32, arena)
+    print("| model | ranks | rise | arena | at least | predicted peak | allocated | reserved | unused | device |\n"
+          "|---|---|---|---|---|---|---|---|---|---|")
+    for name, ranks, rise in itertools.product(given.models, given.ranks, (None, *given.rise)):
+        record = planned(name, ranks, given.layers, given.tokens, not given.float32, rise)
         found, plan = simulated(record.step), Report.of(record).arena
         sizes = [record.predicted_peak_bytes, found.most_allocated, found.reserved,
-                 found.reserved - found.most_allocated]
-        of_arena = [plan.nbytes, plan.lower_bound_bytes, plan.lost_bytes] if plan else [None] * 3
-        print(f"| {name} | {ranks} | "
+                 found.reserved - found.most_allocated,
+                 smallest_device(record.step, found.most_allocated, found.reserved)]
+        of_arena = [plan.nbytes, plan.lower_bound_bytes] if plan else [None] * 2
+        print(f"| {name} | {ranks} | {'no arena' if rise is None else rise} | "
               + " | ".join("" if size is None else f"{size / MIB:,.1f}" for size in of_arena + sizes) + " |",
               flush=True)
 
