@@ -24,6 +24,9 @@ import torch
 from torch import Tensor, fx
 
 from .. import compat_inductor, slab_kernels
+from ..arena import WINDOW
+from ..between import host_call, in_its_place, read_by_program
+from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
 from ..costs import is_library, workspace_bytes
 from ..errors import OptionError
 from ..finiteness import not_looking
@@ -32,8 +35,6 @@ from ..pieces import (
     Piece,
     can_cut,
     constant,
-    host_call,
-    in_its_place,
     is_host,
     is_view,
     one_piece,
@@ -42,6 +43,9 @@ from ..pieces import (
 )
 from ..step_graph import StepGraph, op_name
 from ..transfers import TO_HOST, is_transfer
+
+# Operators whose fake results are new tensors, though they make none of the device.
+NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes
@@ -101,6 +105,9 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
         if any(map(is_transfer, step.computing())):
             raise OptionError("the step is one piece for Inductor, and copies go between pieces",
                               where="offload=True", do="leave offload out, or take lowering='eager'")
+        if step.graph.find_nodes(op="call_function", target=WINDOW):
+            raise OptionError("the step is one piece for Inductor, and tenants are written between pieces",
+                              where="arena=True", do="leave arena out, or take lowering='eager'")
         step = not_looking(step)
         parts = [one_piece(step)]
     else:
@@ -171,13 +178,13 @@ def source(step: StepGraph, calls: list[tuple[str, Piece]]) -> tuple[str, dict[s
         if not (is_host(node) or is_view(node)):
             names[node] = names[root(node)]
             return
-        for argument in node.all_input_nodes:
+        reads = read_by_program(node)
+        for argument in reads:
             compute(argument)
         names[node] = f"v{len(names)}"
         function = f"f{len(objects)}_{op_name(node).split('.')[0]}"
         objects[function] = host_call(node)
-        lines.append(_Line(f"{names[node]} = ", function,
-                           [names[a] for a in node.all_input_nodes], piece=False))
+        lines.append(_Line(f"{names[node]} = ", function, [names[a] for a in reads], piece=False))
 
     place = {n: i for i, n in enumerate(step.graph.nodes)}
     waiting = [n for n in step.graph.nodes if in_its_place(n)]
@@ -237,7 +244,7 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
     with compat_inductor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [_stand_in(v) for v in values]
         run = _load(text, objects)
-        with compat_inductor.AllocationWatch(inputs, library_workspace, (TO_HOST,)) as watch:
+        with compat_inductor.AllocationWatch(inputs, library_workspace, NO_MEMORY) as watch:
             run(list(inputs))
     return watch.peak_bytes
 

@@ -7,22 +7,26 @@ what it was given has to stay as it is: the sending may not have begun.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
+from .compat_collectives import GATHERS_INTO
 from .compat_trace import hinted
 
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # .. and of waiting for their results
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # a tensor that is there
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether all ranks have to run `node` together. Waiting for its result needs no other rank."""
     return (isinstance(node.target, OPERATOR) and node.target.namespace == COLLECTIVES
-            and node.target is not WAIT)
+            and node.target is not WAIT) or node.target is GATHERS_INTO
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -48,7 +52,10 @@ def arrived(value: fx.Node) -> fx.Node:
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values have to be there while `node` runs: a wait needs its collective's."""
     if is_wait(node) and is_collective(launch_of(node)):
-        return [*node.all_input_nodes, *launch_of(node).all_input_nodes]
+        launch = launch_of(node)  # where that writes is its value
+        into = launch.kwargs.get("out", ())
+        written = into if isinstance(into, list | tuple) else [into]
+        return [*node.all_input_nodes, *(a for a in launch.all_input_nodes if a not in written)]
     return node.all_input_nodes
 
 
@@ -73,4 +80,19 @@ def first_read_too_early(graph: fx.Graph) -> fx.Node | None:
             if result is node or result.target is operator.getitem:
                 if any(not is_wait(u) and u.target is not operator.getitem for u in result.users):
                     return node
+    return None
+
+
+def bucket_fault(graph: fx.Graph, cap_bytes: int | None,
+                 phase: Callable[[fx.Node], Any]) -> tuple[fx.Node, str, str] | None:
+    """A bucket that is too large or of two phases, what is wrong with it, and what to do."""
+    for bucket in graph.nodes:
+        if not (is_collective(bucket) and isinstance(bucket.args[0], list | tuple)):
+            continue
+        if cap_bytes is not None and whole_bytes(bucket) > cap_bytes:
+            return bucket, f"{bucket.name} communicates {whole_bytes(bucket)} B at once, above {cap_bytes}", (
+                "make two of it")
+        if {phase(w) for w in waits_of(bucket)} - {phase(bucket)}:
+            return bucket, f"{bucket.name} has parts of forward and of backward", (
+                "keep collectives of a phase together")
     return None

@@ -7,7 +7,7 @@ ones under the allocation recorder, and the answer is kept for the process. View
 are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
 result they hold copies. Operators of other libraries are not run, since they may do more than
 compute. One with a body of its own (`torch.cond`) holds what is alive in that. Collectives are not
-run either, since the other ranks would take part: what gloo holds is known (`_of_gloo`).
+run either, since the other ranks would take part: what gloo holds is known (`of_gloo`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
         known = seen.get(node)
         if known is None or not all(map(operator.is_, call, known[0])):
             if is_wait(node) or is_collective(node):  # what a wait holds is not in its own call
-                return _of_gloo(launch_of(node) if is_wait(node) else node)
+                return of_gloo(node)
             known = seen[node] = call, asked(node)
         return known[1]
 
@@ -74,11 +74,12 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     return held
 
 
-def _of_gloo(launch: fx.Node) -> int:
+def of_gloo(node: fx.Node) -> int:
     """Bytes that gloo holds from a collective until it has been waited for, and the wait itself: the
     whole result of a gather or operand of a scatter once more, and the number that a mean divides by. A
     bucket of gathers has its operands copied side by side as well.
     """
+    launch = launch_of(node) if is_wait(node) else node
     if not is_collective(launch):
         return 0
     name, given = launch.target._schema.name, launch.args[0]

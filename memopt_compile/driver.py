@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from . import (
+    arena,
     build,
     capture,
     compat,
@@ -101,7 +102,12 @@ _stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was 
 
 
 def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
-    """A budget is of a whole step's peak, which only a step captured whole lets us know."""
+    """A budget is of a whole step's peak, which only a step captured whole lets us know. An arena is for
+    what such a step gathers and scatters."""
+    if opts.arena and kind == "model":
+        raise OptionError("there is no step to plan an arena for: " + (
+            notes.reason or "there is no backward() in the compiled function"), where=f"{notes.where}, arena=True",
+            do="compile the whole step (forward, backward() and opt.step()), or leave arena out")
     if opts.memory_budget is not None and kind == "model":
         raise OptionError(
             "the budget cannot be kept: " + (notes.reason or "there is no backward() in the "
@@ -157,6 +163,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                   notes: capture.Notes) -> Callable:
     origin = build.dynamo_inputs(gm)
     storages = zero.check(record.options, origin, notes.optimizers, notes.where)
+    if record.options.arena and storages:
+        record.arena = arena.buffer_of(storages[0].parameter())
     _detach_outputs(gm)
     compat.settle_unused_floats(gm)
     wholes: list[zero.Storage] = []

@@ -7,6 +7,7 @@ The model, shared by planning, scheduling and reports:
 - a storage is born when its owner runs and dies after the last node that touches any alias;
 - outputs live to the end;
 - what was sent to the host takes nothing of the device;
+- tenants of the arena take nothing beside it: it is an input;
 - while a node runs it may hold workspace that it frees before it returns (`costs.workspace`).
 
 Sizes are bytes of the whole storage behind a value, not of the view of it.
@@ -21,6 +22,7 @@ from typing import Any
 
 from torch import fx
 
+from .arena import WINDOW
 from .compat_trace import hinted
 from .step_graph import Phase, StepGraph, nbytes, operands, storage_roots
 from .transfers import TO_HOST
@@ -78,7 +80,7 @@ def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetim
     An item of a tuple owns its storage, from the tuple on; what nobody takes dies at once.
     """
     roots = storage_roots(graph)
-    inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr") or n.target is WINDOW}
     size: dict[fx.Node, int] = {}
     born: dict[fx.Node, int] = {}
     touched: dict[fx.Node, frozenset[fx.Node]] = {}

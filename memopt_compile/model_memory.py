@@ -44,6 +44,7 @@ KINDS = {
     Role.BUFFER: "buffers",
     Role.BATCH: "batch",
     Role.NUMBER: "numbers",
+    Role.ARENA: "arena",
 }
 MODEL = ("parameters", "gradients", "optimizer state", "buffers")
 GATHERED = "gathered parameters"

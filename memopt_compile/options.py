@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "partition_activations": (False, True),
     "accumulate": ("gradients", "optimizer_states"),
     "zero": (0, 1, 2, 3),
+    "arena": (False, True),
     "adapt": (False, True),
     "costs": ("roofline", "measured"),
     "lowering": ("inductor", "eager"),
@@ -55,6 +56,8 @@ class Options:
         accumulate: micro-batches add up in "gradients" (exact) or in "optimizer_states" (AdamA:
             each gradient goes into Adam's moments at once; every `backward()` is a micro-batch).
         zero: ZeRO stage, 0 to 3; the model is sharded for it by `memopt.shard_`.
+        arena: with `zero`, gathered parameters and gradients on their way have planned places in one buffer
+            that is kept between steps (ZeRO's M_D and C_B).
         adapt: plan again during training as the outliers in compressed activations come and go.
         costs: seconds by which plans are compared: by the "roofline" of the device, or "measured" by
             running the step's operators on made-up tensors, kept on disk.
@@ -74,6 +77,7 @@ class Options:
     partition_activations: bool = False
     accumulate: str = "gradients"
     zero: int = 0
+    arena: bool = False
     adapt: bool = False
     costs: str = "roofline"
     lowering: str = "inductor"
@@ -90,6 +94,8 @@ class Options:
         for name in ("offload", "partition_activations"):
             if getattr(self, name) and self.memory_budget is None:
                 raise _wrong(name, True, "give memory_budget too: it says how much has to go")
+        if self.arena and not self.zero:
+            raise _wrong("arena", True, "give zero=1, 2 or 3 too: a step of one process gathers nothing")
         error = self.max_gradient_error
         if error is not None and not (isinstance(error, float) and 0 < error < 1):
             raise _wrong("max_gradient_error", error, "give a share between 0.0 and 1.0, or None")

@@ -4,7 +4,7 @@ Safe orders are those in which
 
 1. operands come before their users,
 2. a write comes after every earlier touch of its storage through any alias, and before every
-   later one; a collective touches its operands until it has been waited for,
+   later one; a collective touches its operands until it has been waited for, and the arena is one storage,
 3. random operators, and those that may be, keep their order, so that each draws the numbers it drew
    before;
 4. collectives keep their order, so that every rank makes the same calls one after another,
@@ -18,6 +18,7 @@ from collections.abc import Container
 import torch
 from torch import fx
 
+from .arena import WINDOW
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
 from .step_graph import (
     COLLECTIVES,
@@ -41,6 +42,8 @@ def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, 
     the phases `free` need no order (rule 4): whoever asks for that gives all ranks the same one."""
     before: dict[fx.Node, list[fx.Node]] = {}
     roots = storage_roots(step.graph)
+    if step.graph.find_nodes(op="call_function", target=WINDOW):
+        roots = {n: frozenset(r.args[0] if r.target is WINDOW else r for r in found) for n, found in roots.items()}
     touched: dict[fx.Node, list[fx.Node]] = {}
     drew: fx.Node | None = None
     called: fx.Node | None = None

@@ -22,6 +22,9 @@ Rules:
 6. Collectives and their readers are in one piece: a result on its way is not handed over.
 7. Where the step may be taken back (`finiteness`) or a copy between host and device begins or has to
    be over (`transfers`) there is a cut, and the program does that.
+8. With an arena the same goes for collectives, their waits, and whatever writes a tenant. So what comes
+   into bytes of the arena comes when the schedule says so, and pieces see tenants as any other input:
+   no two that a piece is given share bytes. (Rule 6 has nothing left to do then.)
 """
 
 from __future__ import annotations
@@ -37,19 +40,17 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .finiteness import REQUIRE_FINITE
-from .ordering import is_collective
+from .between import SEEDS, in_its_place, mark_between
+from .collectives import is_collective
 from .repetition import longest_repetition
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
-from .transfers import is_transfer
 
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
-_SEEDS = "prims.inductor_seeds.default"
 _ITEM = "aten._local_scalar_dense.default"
 _SLICED = "slice of an input that nothing writes"
-_HOST = (_SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
+_HOST = (SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,6 @@ def is_host(node: fx.Node) -> bool:
         str(node.target) in _HOST or of_a_number or _SLICED in node.meta or in_its_place(node))
 
 
-def in_its_place(node: fx.Node) -> bool:
-    """Whether the program runs `node` neither earlier nor later than the schedule says (rule 7)."""
-    return node.target is REQUIRE_FINITE or is_transfer(node)
-
-
 def mark_slices(step: StepGraph) -> None:
     """Note which nodes are slices of inputs that nothing writes (rule 4)."""
     written = {root(a) for n in step.graph.nodes for a in mutated_args(n)}
@@ -92,28 +88,9 @@ def mark_slices(step: StepGraph) -> None:
             node.meta[_SLICED] = True
 
 
-def host_call(node: fx.Node) -> Callable[..., Any]:
-    """`node` as a function of the values it reads, for the program (rule 4)."""
-    reads, arguments = node.all_input_nodes, (node.args, node.kwargs)
-
-    def call(*values: Any) -> Any:
-        known = dict(zip(reads, values))
-        args, kwargs = fx.map_arg(arguments, known.__getitem__)
-        return node.target(*args, **kwargs)
-
-    def draw(*_: Any) -> Tensor:
-        # From the same range as Inductor's own code draws from, for the same numbers.
-        limits = torch.iinfo(torch.int64)
-        count, device = node.args
-        return torch.ops.aten.randint.low(limits.min, limits.max, [count], dtype=torch.int64,
-                                          device=device)
-
-    return draw if str(node.target) == _SEEDS else call
-
-
 def is_view(node: fx.Node) -> bool:
     return (node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
-            and _SLICED not in node.meta and not is_transfer(node))
+            and _SLICED not in node.meta and not in_its_place(node))
 
 
 def is_item(node: fx.Node) -> bool:
@@ -137,8 +114,8 @@ def can_cut(step: StepGraph) -> bool:
     if any(owner.op != "placeholder" for owner in written):
         return False
     for node in step.graph.nodes:
-        if node.op == "output":
-            continue
+        if node.op == "output" or node.op == "placeholder" and not node.users:
+            continue  # torch passes process groups in, which nothing reads
         if str(node.target) == _ITEM:
             later = [u for u in node.users if u.op != "output" and not is_host(u)]
             if later or root(node.args[0]) in written:
@@ -172,7 +149,7 @@ def _symbolic(value: Any) -> bool:
 
 def root(node: fx.Node) -> fx.Node:
     """What to hand over so that `node` can be read elsewhere, if that is a single value."""
-    while is_view(node) or mutated_args(node):
+    while is_view(node) or mutated_args(node) and not in_its_place(node):
         node = (aliased_args(node) or mutated_args(node))[0]
     return node
 
@@ -272,6 +249,7 @@ def pieces(step: StepGraph) -> list[Piece]:
     """The step cut at `cut_points`. Every piece hands on what later ones, or the program's
     own operators and results, still read."""
     mark_slices(step)
+    mark_between(step)
     nodes = body(step)
     ahead = itertools.accumulate(map(set(nodes).__contains__, step.graph.nodes))
     forced = [i for i, n in zip(ahead, step.graph.nodes) if in_its_place(n)]  # rule 7

@@ -30,6 +30,7 @@ from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
 from .passes.partition_activations import PartitionActivations
+from .passes.place_in_arena import PlaceInArena
 from .passes.plan_memory import PlanMemory
 from .passes.prefetch_gathers import PrefetchGathers
 from .passes.recompute import Recompute
@@ -127,6 +128,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held and options.zero == 3, partial(PrefetchGathers, limit_bytes)),
         # What few bits cannot hold has the step taken back, before it has written anything.
         (held and options.compress is not None, CheckFinite),
+        # Now that nothing moves any more, what ranks send and gather gets places in one buffer.
+        (options.arena, partial(PlaceInArena, products_only=not eager)),
     ]
     return tuple(make() for wanted, make in story if wanted)
 

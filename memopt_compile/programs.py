@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         excess = program.peak_bytes - limit
         if excess <= 0 or program.plan and not program.plan.fits:
             break
-        planned = record.after.peak_bytes - excess
+        planned = min(planned, record.after.peak_bytes) - excess  # an arena is above what was planned
         log.info("%s: %s over the budget once lowered, planning again", record.where,
                  format_bytes(excess))
     return program
@@ -139,7 +140,21 @@ def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[st
 
 def _measured(program: Program, record: Compilation) -> Program:
     watching = program.watching and record.measured(program.watching)
-    return replace(program, run=record.measured(program.run), watching=watching)
+    return replace(program, run=_with_arena(record.measured(program.run), record), watching=watching)
+
+
+def _with_arena(run: Callable, record: Compilation) -> Callable:
+    """`run`, a boxed callable, given the arena behind its other inputs if its step has one."""
+    arena = record.step.inputs[-1] if record.step.inputs else None
+    if arena is None or arena.role is not Role.ARENA:
+        return run
+
+    def run_with_arena(inputs: list) -> Any:
+        inputs.append(record.arena.of(arena.nbytes, record.device))
+        return run(inputs)
+
+    run_with_arena._boxed_call = True  # type: ignore[attr-defined]
+    return torch.compiler.disable(run_with_arena)
 
 
 def _exactly(captured: StepGraph, record: Compilation) -> Callable:
@@ -147,9 +162,9 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
     if record.exact is None:
         options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
-                            before=record.before, heads=record.heads)
+                            before=record.before, heads=record.heads, arena=record.arena)
         limit = record.budget_bytes() or 0
-        record.exact = _within(limit, captured, exact).run
+        record.exact = _with_arena(_within(limit, captured, exact).run, exact)
         log.warning("%s: an activation is not finite, which few bits cannot hold: the step was taken back "
                     "and runs exactly, as all such steps will; its peak is then %s, the budget %s",
                     record.where, format_bytes(exact.predicted_peak_bytes or 0), format_bytes(limit))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, compat_trace, devices, dumping
 from .adaptation import Replan
+from .arena import Buffer
 from .errors import OptionError
 from .liveness import Timeline
 from .measure import measure
@@ -41,7 +42,8 @@ class Compilation:
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
-    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more.
+    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more; `arena` is the memory that `options.arena`
+    asks for, one for all steps of a model.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Compilation:
     program: str | None = None
     folder: Path | None = None
     heads: Heads = field(default_factory=dict, repr=False)
+    arena: Buffer = field(default_factory=Buffer, repr=False)
 
     def observe(self, name: str, step: StepGraph) -> None:
         """Keep and show the graph as it is now, where someone asked to see it.

@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from . import timeline as drawing
 from .adaptation import Replan
+from .arena import Arena, arena_of
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
@@ -22,6 +23,7 @@ from .step_graph import (
     describe,
     short_names,
     source_line,
+    storage_roots,
 )
 from .step_pass import PassRecord
 from .structure import repeats
@@ -80,6 +82,7 @@ class Report:
             expression; `sizes` has what they were. Other bytes are of these sizes.
         plan: what becomes of each activation, where the budget needed a decision.
         taken_back: steps with activations that are not finite, which ran again without compression.
+        arena: where what ranks gather and send lies, with `options.arena`; moments are places in the schedule.
         history: when and why `adapt` has planned again, and what came of it.
     """
 
@@ -107,6 +110,7 @@ class Report:
     sizes: dict[Any, int] = field(default_factory=dict)
     plan: MemoryPlan | None = None
     taken_back: int = 0
+    arena: Arena | None = None
     history: tuple[Replan, ...] = ()
 
     @classmethod
@@ -140,6 +144,7 @@ class Report:
             sizes=sizes,
             plan=step.plan if step else None,
             taken_back=record.taken_back,
+            arena=arena_of(step.graph, storage_roots(step.graph)) if step else None,
             history=tuple(record.history),
         )
 
@@ -201,6 +206,10 @@ class Report:
         if self.resident_bytes is not None:
             parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
             rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))
+        if self.arena is not None:
+            lost = f", {format_bytes(self.arena.lost_bytes)} lost between them" if self.arena.lost_bytes else ""
+            rows.append(("arena", f"{format_bytes(self.arena.nbytes)} for {len(self.arena.tenants)} tenants, at "
+                                  f"most {format_bytes(self.arena.lower_bound_bytes)} at once{lost}"))
         if self.repeats:
             rows.append(("repeats", ", ".join(self.repeats[:3])))
         if self.folder:

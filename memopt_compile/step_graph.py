@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .arena import WINDOW, fault
 from .collectives import (
     COLLECTIVES,
     OPERATOR,
     WAIT,
+    bucket_fault,
     first_read_too_early,
     is_collective,
     operands,
-    waits_of,
-    whole_bytes,
 )
 from .compat_trace import GraphOnly, hinted
 from .errors import VerifyError
@@ -50,6 +50,7 @@ class Role(enum.Enum):
     BUFFER = "b"
     BATCH = "x"
     NUMBER = "n"
+    ARENA = "a"
 
 
 class Phase(enum.Enum):
@@ -207,22 +208,19 @@ class StepGraph:
         if early is not None:
             raise VerifyError(f"the result of {early.name} is read before it has come",
                               where=source_line(early), do="read it behind a wait_tensor of it")
-        self._verify_buckets()
+        bucket = bucket_fault(self.graph, self.bucket_bytes, self.phase)
+        if bucket is not None:
+            raise VerifyError(bucket[1], where=source_line(bucket[0]), do=bucket[2])
         stale_read = first_stale_read(self.graph)
         if stale_read is not None:
             read, write = stale_read
             raise VerifyError(
                 f"{read.name} reads a value after {write.name} has overwritten it",
                 where=source_line(read), do="keep every read of a tensor before its write")
-
-    def _verify_buckets(self) -> None:
-        for bucket in (n for n in self.computing() if is_collective(n) and isinstance(n.args[0], list | tuple)):
-            if self.bucket_bytes is not None and whole_bytes(bucket) > self.bucket_bytes:
-                raise VerifyError(f"{bucket.name} communicates {whole_bytes(bucket)} B at once, above "
-                                  f"{self.bucket_bytes}", where=source_line(bucket), do="make two of it")
-            if {self.phase(w) for w in waits_of(bucket)} - {self.phase(bucket)}:
-                raise VerifyError(f"{bucket.name} has parts of forward and of backward",
-                                  where=source_line(bucket), do="keep collectives of a phase together")
+        wrong = fault(self.graph, storage_roots, mutated_args)
+        if wrong is not None:
+            raise VerifyError(f"the tenant {wrong[0]} of the arena {wrong[1]}",
+                              do="give it bytes that nothing else has from its first write to its last read")
 
 
 def op_name(node: fx.Node) -> str:
@@ -309,8 +307,11 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage the value of `node` shares: none if it owns its storage."""
-    if node.target is operator.getitem:
-        source = node.args[0]
+    source = node.args[0] if node.target is operator.getitem else node
+    into = source.kwargs.get("out") if isinstance(source, fx.Node) else None
+    if isinstance(into, list | tuple):  # no schema says so of a list of results
+        return list(into) if source is node else [into[node.args[1]]]
+    if source is not node:
         return aliased_args(source) if isinstance(source, fx.Node) else []
     return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
 
@@ -344,10 +345,10 @@ def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For every node, the nodes that own the storages its value lives in."""
+    """For every node, the nodes that own the storages its value lives in; a tenant of the arena its bytes."""
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        shared = aliased_args(node) if node.op == "call_function" else []
+        shared = aliased_args(node) if node.op == "call_function" and node.target is not WINDOW else []
         found = [roots[a] for a in shared] or [frozenset([node])]
         roots[node] = found[0] if len(found) == 1 else frozenset().union(*found)
     return roots

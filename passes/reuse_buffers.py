@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from memopt_compile.collectives import readers
 from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
 from memopt_compile.step_pass import StepPass
+from memopt_compile.writing import writing_form
 
 aten = torch.ops.aten
 
@@ -165,7 +166,7 @@ class _Buffers:
         if self.roots[node] != {node}:
             return  # it does already
         for buffer in self._candidates(node):
-            if self._may_take(buffer, node) and (form := _writing_form(node, buffer)):
+            if self._may_take(buffer, node) and (form := writing_form(node, buffer)):
                 node.target, node.args, node.kwargs = form
                 (root,) = self.roots[buffer]
                 self._move(node, root)
@@ -255,28 +256,3 @@ class _Buffers:
             self.members[root].add(member)
         if node in self.writes:
             self.writes.setdefault(root, []).extend(self.writes.pop(node))
-
-
-def _writing_form(node: fx.Node, buffer: fx.Node) -> tuple[Any, tuple, dict] | None:
-    """`node` as an operator that writes into `buffer`: ``op_`` on its first operand, else ``out=``."""
-    base = node.target._schema.name.removeprefix("aten::")
-    given = _signature(node.target)
-    for form in _overloads(f"{base}_"):
-        if node.args[0] is buffer and _signature(form) == given:
-            return form, node.args, node.kwargs
-    for form in _overloads(base):
-        out = form._schema.arguments[-1]
-        if out.is_out and _signature(form)[:-1] == given:
-            return form, node.args, {**node.kwargs, out.name: buffer}
-    return None
-
-
-def _signature(form: Any) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in form._schema.arguments]
-
-
-def _overloads(name: str) -> list[Any]:
-    """All but the generated forms: those compute into a fresh buffer and then copy."""
-    packet = getattr(aten, name, None)
-    forms = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    return [f for f in forms if torch.Tag.generated not in f.tags]

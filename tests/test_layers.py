@@ -21,9 +21,9 @@ LONGEST = 400  # lines
 # From the bottom up: a module imports from its own layer or from those above it in this list.
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
-    {"errors", "options", "memory_plan", "compat", "compat_dynamo", "compat_inductor", "compat_loop", "compat_subclass", "compat_trace"},
-    {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed", "collectives"},
-    {"liveness", "stand_ins", "transfers", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "slab_kernels", "inlining", "finiteness", "packing", "partition", "replicated", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "pieces", "repetition", "formulas", "structure", "model_memory", "loops", "folding", "rowwise", "row_regions"},
+    {"errors", "options", "memory_plan", "compat", "compat_collectives", "compat_dynamo", "compat_inductor", "compat_loop", "compat_subclass", "compat_trace"},
+    {"step_graph", "devices", "measure", "timeline", "optim", "quantization", "distributed", "collectives", "arena"},
+    {"liveness", "stand_ins", "transfers", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "slab_kernels", "writing", "inlining", "finiteness", "packing", "partition", "replicated", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "between", "pieces", "repetition", "formulas", "structure", "model_memory", "loops", "folding", "rowwise", "row_regions"},
     {"step_pass"},
     {"passes", "backends"},
     {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "build", "zero", "pipelines", "report", "records", "render", "dumping", "explaining", "layered", "frontier", "fitting", "bench", "verification", "programs"},

@@ -23,6 +23,7 @@ def test_defaults():
         "partition_activations": False,
         "accumulate": "gradients",
         "zero": 0,
+        "arena": False,
         "adapt": False,
         "costs": "roofline",
         "lowering": "inductor",

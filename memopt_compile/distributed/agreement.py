@@ -24,7 +24,8 @@ def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     """The collectives of a graph in their order: operator, operands, numbers, and which group.
 
     Groups have other names on other ranks; here they are counted as they come. Replicas send each other
-    rows, of which the ranks that share a model may have other numbers: those are left out.
+    rows, of which the ranks that share a model may have other numbers: those are left out. Nor does it matter
+    to others whether a rank has its result in its arena.
     """
     replicas = mesh.get_group(0).group_name if mesh.ndim == 2 else None
     groups: dict[Any, int] = {}
@@ -32,7 +33,8 @@ def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     for node in filter(is_collective, graph.nodes):
         *given, group = node.args
         values = [_described(value, group == replicas) for value in given]
-        lines.append(f"{node.target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
+        target = node.target._schema.name.split("::")[1].removesuffix("_out")
+        lines.append(f"{target}({', '.join(values)}) in group {groups.setdefault(group, len(groups))}")
     return lines
 
 

@@ -101,7 +101,8 @@ def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,
             optimizer: Callable = sgd, lowering: str = "eager", measured: int = 0, replicas: int = 1,
-            accumulate: str = "gradients", budget: str | None = None, **how: Any) -> dict[str, Any]:
+            accumulate: str = "gradients", budget: str | None = None, arena: bool = False,
+            **how: Any) -> dict[str, Any]:
     """Some steps in a stage of ZeRO, in stage 0 with an all-reduce of each gradient."""
     model = made(kind, dtype)
     opt = optimizer(model)
@@ -114,7 +115,8 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
         step = step_of(model, opt, **how, reduce=lambda p: c10d.wait_tensor(
             c10d.all_reduce(p.grad, "avg", name)))
     run = torch.compile(step, backend="memopt", options={
-        "zero": stage, "lowering": lowering, "accumulate": accumulate, "memory_budget": budget})
+        "zero": stage, "lowering": lowering, "accumulate": accumulate, "memory_budget": budget,
+        "arena": arena})
     losses = [float(run(x, y)) for x, y in batches(rank, ranks, dtype)]
     parameters = whole(model)
     record = records.compilations(step.__code__)[-1]
@@ -122,8 +124,8 @@ def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtyp
             "reason": record.reason, "calls": calls(record), "sent": sent(record), "ahead": ahead(record),
             "gathered_bytes": sum(whole_bytes(n) for n in record.step.computing()
                                   if is_collective(n) and "all_gather" in op_name(n)),
-            "predicted": record.predicted_peak_bytes,
-            "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes
+            "predicted": record.predicted_peak_bytes, "arena": memopt.report(step).arena, "counts": record.step.op_counts(),
+            "measured": [memopt.measure(run, x, y, resident=(model, opt, record.arena.tensor)).peak_bytes
                          for x, y in batches(rank, ranks, dtype, measured)],
             "resident": memopt.measure(lambda: None, resident=(model, opt)).resident_bytes}
 
