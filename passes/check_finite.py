@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from memopt_compile.compression import COMPRESS
 from memopt_compile.finiteness import REQUIRE_FINITE
@@ -50,7 +50,8 @@ class CheckFinite(StepPass):
         if size > LARGEST:
             return (f"{format_bytes(size)} of the step's inputs are written before its last activation "
                     "is packed: it could not be taken back")
-        if any(given.meta["val"].shape != write.meta["val"].shape for given, write in written.items()):
+        if any(isinstance(now := write.meta["val"], Tensor) and now.shape != given.meta["val"].shape
+               for given, write in written.items()):
             return "a part of an input is written before the last activation is packed"
         return None
 
@@ -64,8 +65,14 @@ class CheckFinite(StepPass):
                 here = step.call(each, aten.sum.dim_IntList, each, None, dtype=torch.float32)
             with step.graph.inserting_after(here):
                 total = step.call(each, aten.add.Tensor, total, here) if total else here
+        shown = []
+        for given, write in written.items():
+            if not isinstance(write.meta["val"], Tensor):  # it writes in place and returns nothing
+                with step.graph.inserting_after(write):
+                    write = step.call(write, aten.copy_.default, given, given)
+            shown.append(write)
         with step.graph.inserting_after(total):  # rule 2
-            step.call(looked_at[-1], REQUIRE_FINITE, total, list(written.values()), saved)
+            step.call(looked_at[-1], REQUIRE_FINITE, total, shown, saved)
 
 
 def scales(step: StepGraph) -> list[fx.Node]:

@@ -12,16 +12,19 @@ from torch import nn
 import memopt_compile as memopt
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
-from graphs import by_hand, gradient, seed, two_layers, values_for  # noqa: E402
+from graphs import by_hand, captured, gradient, seed, two_layers, values_for  # noqa: E402
 
 from memopt_compile.backends import eager, inductor  # noqa: E402
 from memopt_compile.finiteness import NotFinite  # noqa: E402
 from memopt_compile.inlining import inlined  # noqa: E402
 from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
 from memopt_compile.passes import check_finite  # noqa: E402
+from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.check_finite import CheckFinite  # noqa: E402
 from memopt_compile.passes.compress import Compress  # noqa: E402
+from memopt_compile.passes.update_in_place import UpdateInPlace  # noqa: E402
 from memopt_compile.pieces import can_cut  # noqa: E402
+from memopt_compile.step_graph import Role  # noqa: E402
 
 
 class Block(nn.Module):
@@ -146,6 +149,40 @@ def test_what_was_written_is_put_back(lower):
     values[2].fill_(1.0)
     run(list(values))
     assert torch.equal(values[1], before[1] + 1)
+
+
+def test_codes_that_were_written_in_place_are_put_back():
+    """One layer is trained before the other packs an activation."""
+    first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    opt = memopt.optim.AdamW(first.parameters(), state_bits=8)
+    other = torch.optim.SGD(second.parameters(), lr=0.1)
+
+    def train(x, y):
+        first(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        loss = torch.tanh(second(y)).square().mean()
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        return loss
+
+    step = captured(train, torch.randn(8, 64), torch.randn(8, 64))
+    Canonicalize().run(step)
+    UpdateInPlace().run(step)
+    packed(step)
+    assert "quantized_update_" in step.op_counts() and CheckFinite().requires(step) is None
+    CheckFinite().run(step)
+    step.verify()
+    run, values = eager.lower(step), values_for(step)
+    for value, node in zip(values, step.placeholders):
+        if step.roles()[node] is Role.BATCH:
+            bad = value  # the last is y
+    bad.fill_(torch.nan)
+    before = [v.clone() for v in values]
+    with pytest.raises(NotFinite):
+        run(list(values))
+    assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(before, values))
 
 
 def test_what_would_have_to_be_kept_is_bounded(monkeypatch):
