@@ -5,6 +5,8 @@
                                                   the smallest peak of a Llama-like stack
     python tests/coverage/budget.py --checkpoint [--compress int4]
                                                   against a checkpoint around every layer
+    python tests/coverage/budget.py --gradients [--only NAME ...] [--lowering eager]
+                                                  of one step, with and without a budget
 
 A budget is the step's resident bytes and a share of what it holds beyond them with no budget.
 Every run starts from the same parameters, batch and random numbers.
@@ -98,14 +100,20 @@ MODELS: dict[str, tuple[Callable[[], tuple], int]] = {
 }
 
 
-def make_step(name: str) -> tuple[Callable, tuple, torch.nn.Module]:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def make_step(name: str, optimizer: Callable = adamw,
+              dtype: torch.dtype = torch.float32) -> tuple[Callable, tuple, torch.nn.Module]:
     """The training step of a fresh model, its arguments, and the model."""
     make, n = MODELS[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, loss_of, batch = make()
-    model.train()
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train().to(dtype)
+    batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+    opt = optimizer(model.parameters())
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for inputs, targets in memopt.micro_batches(n, x, y):
@@ -185,6 +193,35 @@ def checkpoint(lowering: str, compress: str | None) -> None:
                            "budget, ms", "throughput"], tablefmt="github", disable_numparse=True))
 
 
+def gradients(names: list[str], lowering: str) -> None:
+    """Relative differences of gradients with a budget from those without, by their Euclidean norms."""
+    def step_of(name: str, dtype: torch.dtype, budget: int | None) -> tuple[Any, dict[str, torch.Tensor]]:
+        step, batch, model = make_step(name, partial(torch.optim.SGD, lr=1.0), dtype)
+        before = {k: v.detach().clone() for k, v in model.named_parameters()}
+        compiled = memopt.compile(step, lowering=lowering, memory_budget=budget)
+        compiled(*batch)
+        return memopt.report(compiled), {k: before[k] - v.detach() for k, v in model.named_parameters()}
+
+    table = []
+    for name in names:
+        for dtype in (torch.float64, torch.float32):
+            free, expected = step_of(name, dtype, None)
+            for share in (0.95, 0.5):
+                beyond = free.measured_peak_bytes - free.resident_bytes
+                try:
+                    _, got = step_of(name, dtype, free.resident_bytes + int(share * beyond))
+                except memopt.InfeasibleBudget:
+                    continue
+                found = {k: float((got[k] - g).norm() / g.norm()) if g.any() else float(got[k].norm())
+                         for k, g in expected.items()}
+                other = [k for k, g in expected.items() if not torch.equal(g, got[k])]
+                table.append([name, str(dtype).removeprefix("torch."), f"{share:.2f}", f"{max(found.values()):.1e}",
+                              f"{len(other)} of {len(found)}", ", ".join(other[:2])])
+                print(*table[-1], sep="\t", file=sys.stderr, flush=True)
+    print(tabulate(table, ["model", "precision", "share", "largest difference", "not equal", "such as"],
+                   tablefmt="github", disable_numparse=True))
+
+
 def mib(size: int) -> str:
     return f"{size / 2**20:.3f}"
 
@@ -215,11 +252,15 @@ def main() -> None:
     parser.add_argument("--least", action="store_true")
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.least or options.checkpoint:
         (least if options.least else checkpoint)(options.lowering, options.compress)
+        return
+    if options.gradients:
+        gradients(options.only, options.lowering)
         return
     if options.one:
         for row in rows(options.one, options.lowering):
