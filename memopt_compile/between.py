@@ -15,31 +15,28 @@ from .compat_trace import is_fake
 from .costs import of_gloo
 from .distributed import planned
 from .finiteness import REQUIRE_FINITE
-from .step_graph import StepGraph, mutated_args
+from .step_graph import mutated_args
 from .transfers import is_transfer
 
 SEEDS = "prims.inductor_seeds.default"
-_BETWEEN = "collective, or what writes a tenant of the arena"
 
 
 def in_its_place(node: fx.Node) -> bool:
     """Whether the program runs `node` neither earlier nor later than the schedule says (rules 7 and 8)."""
-    return node.target is REQUIRE_FINITE or is_transfer(node) or _BETWEEN in node.meta
+    return node.target is REQUIRE_FINITE or is_transfer(node) or _for_an_arena(node)
 
 
-def mark_between(step: StepGraph) -> None:
-    """Note which nodes run between the pieces because of an arena (rule 8)."""
-    if not step.graph.find_nodes(op="call_function", target=WINDOW):
-        return
-    for node in step.graph.nodes:
-        item = node.target is operator.getitem and is_collective(node.args[0])
-        if item or is_collective(node) or is_wait(node) or any(a.target is WINDOW for a in mutated_args(node)):
-            node.meta[_BETWEEN] = True
+def _for_an_arena(node: fx.Node) -> bool:
+    """Rule 8: where there is an arena, collectives with their items and waits, and what writes a tenant."""
+    if not node.graph.find_nodes(op="call_function", target=WINDOW, sort=False):
+        return False
+    item = node.target is operator.getitem and is_collective(node.args[0])
+    return item or is_collective(node) or is_wait(node) or any(a.target is WINDOW for a in mutated_args(node))
 
 
 def read_by_program(node: fx.Node) -> list[fx.Node]:
     """What the program gives to `host_call(node)`, and what has to be there until it returns."""
-    return operands(node) if _BETWEEN in node.meta else node.all_input_nodes
+    return operands(node) if _for_an_arena(node) else node.all_input_nodes
 
 
 def _on_cpu(node: fx.Node) -> bool:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .between import SEEDS, in_its_place, mark_between
+from .between import SEEDS, in_its_place
 from .collectives import is_collective
 from .repetition import longest_repetition
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
@@ -249,7 +249,6 @@ def pieces(step: StepGraph) -> list[Piece]:
     """The step cut at `cut_points`. Every piece hands on what later ones, or the program's
     own operators and results, still read."""
     mark_slices(step)
-    mark_between(step)
     nodes = body(step)
     ahead = itertools.accumulate(map(set(nodes).__contains__, step.graph.nodes))
     forced = [i for i, n in zip(ahead, step.graph.nodes) if in_its_place(n)]  # rule 7

@@ -42,8 +42,8 @@ class Compilation:
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
-    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more; `arena` is the memory that `options.arena`
-    asks for, one for all steps of a model.
+    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more;
+    `arena` is the memory that `options.arena` asks for, one for all steps of a model.
     """
 
     kind: str

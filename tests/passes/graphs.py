@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt_compile import build, driver, programs
+from memopt_compile import build, driver, micro_batches, optim, programs
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
 from memopt_compile.step_graph import Role, StepGraph
@@ -30,6 +30,21 @@ def captured(step_fn: Callable, *args: Any, lowering: str = "eager") -> StepGrap
         torch.compile(step_fn, backend=driver.backend, options={"lowering": lowering})(*args)
     (step,) = steps
     return step
+
+
+def adama(model: nn.Module, batch: Tensor, n: int, **settings: Any) -> StepGraph:
+    """A step of AdamA that folds the gradients of `n` micro-batches."""
+    opt = optim.AdamA(model.parameters(), **settings)
+
+    def step(x: Tensor) -> Tensor:
+        for (xs,) in micro_batches(n, x):
+            loss = model(xs).square().mean() / n
+            loss.backward()
+            opt.accumulate()
+        opt.step()
+        return loss
+
+    return captured(step, batch)
 
 
 def mlp(layers: int = 6, width: int = 32) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphs import captured, check, mlp, training_step
+from graphs import adama, captured, check, mlp, training_step
 
 import memopt_compile as memopt
 from memopt_compile.passes.canonicalize import Canonicalize
@@ -14,27 +14,17 @@ from memopt_compile.passes.write_back_early import WriteBackEarly
 BEFORE = (Canonicalize(), WriteBackEarly(), ReleaseGradients(), ScheduleForPeak())
 
 
-def adama(n, width=64, layers=1, **settings):
-    """A captured step of layers of `width` by `width`, before the pass; its states are not of the first step."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
-    opt = memopt.optim.AdamA(model.parameters(), lr=0.1, state_bits=8, **settings)
-
-    def step(x):
-        for (xs,) in memopt.micro_batches(n, x):
-            loss = model(xs).square().mean() / n
-            loss.backward()
-            opt.accumulate()
-        opt.step()
-        return loss
-
-    found = captured(step, torch.randn(4 * n, width))
+def folding(n, layers=1, **settings):
+    """A captured step of layers of 64 by 64, before the pass."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(layers)))
+    found = adama(model, torch.randn(4 * n, 64), n, lr=0.1, state_bits=8, **settings)
     for each in BEFORE:
         each.run(found)
     return found
 
 
 def test_golden():
-    step = adama(2)
+    step = folding(2)
     check(step, UpdateInPlace())
     lines = [line.split(", AdamA")[0] for line in step.text().splitlines()]
     assert "\n".join(line for line in lines if "quantized" in line or "copy_" in line) == """\
@@ -54,7 +44,7 @@ def test_golden():
 
 @pytest.mark.parametrize("settings", [{"micro_batches": 3}, {"amsgrad": True}], ids=str)
 def test_bit_by_bit_and_the_peak_falls(settings):
-    step = adama(3, layers=3, **settings)
+    step = folding(3, layers=3, **settings)
     before, after = check(step, UpdateInPlace())
     assert after < before and "quantized_update" not in step.op_counts()
 

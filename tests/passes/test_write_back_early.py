@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from graphs import by_hand, captured, check, gradient, mlp, outcome, seed, training_step, values_for
+from graphs import (
+    adama,
+    by_hand,
+    check,
+    gradient,
+    mlp,
+    outcome,
+    seed,
+    training_step,
+    values_for,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import memopt_compile as memopt
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
 from memopt_compile.passes.canonicalize import Canonicalize
@@ -89,25 +98,10 @@ def test_left_alone_where_it_would_show(step):
     assert untouched(step)
 
 
-def adama(n, bits=32):
-    model = mlp(LAYERS, WIDTH)
-    opt = memopt.optim.AdamA(model.parameters(), state_bits=bits)
-
-    def step(x):
-        for (xs,) in memopt.micro_batches(n, x):
-            loss = model(xs).square().mean() / n
-            loss.backward()
-            opt.accumulate()
-        opt.step()
-        return loss
-
-    return captured(step, doubles(8, WIDTH))
-
-
 @settings(max_examples=5, deadline=None)
 @given(n=st.sampled_from([1, 2, 4, 8]))
 def test_numbers_stay_and_the_peak_falls(n):
-    step = adama(n)
+    step = adama(mlp(LAYERS, WIDTH), doubles(8, WIDTH), n)
     values = values_for(step)
     expected = outcome(eager.lower(step), values)
     for each in PASSES:
