@@ -81,10 +81,6 @@ def measure(
         roles[block.role] += block.nbytes if block.device == device else 0
     resident_bytes = live = peak = sum(roles.values())
     at_peak = dict(roles)
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
     result, events = _record(partial(fn, *args, **kwargs), device)
     watched.clear()
     timeline = [(0.0, live)]
@@ -100,22 +96,21 @@ def measure(
                 live -= block.nbytes
         elif address in marks:
             marks.remove(address)
+        elif device == "cuda":  # Its allocator knows every size, and its marks are elsewhere.
+            allocations += nbytes > 0
+            live += nbytes
         elif nbytes > 0:
             allocations += 1
             live += nbytes - window.pop(address, 0)  # Still there if another thread freed it.
             window[address] = nbytes
         elif address in window:
             live -= window.pop(address)
-        elif device == "cuda":
-            live += nbytes  # CUDA's allocator knows every size, and its marks are elsewhere.
         # Else its size is known from an earlier recording: a resident storage, already counted by
         # its mark, or one that the caller left out of the account.
         if live != timeline[-1][1]:  # A mark's own release, say, is no change.
             timeline.append(((start_ns - events[0][0]) * 1e-9, live))
         if live > peak:
             peak, at_peak = live, dict(roles)
-    if device == "cuda":
-        peak = resident_bytes + torch.cuda.max_memory_allocated() - before
     held = {role: size for role, size in at_peak.items() if size}
     return Measurement(
         peak_bytes=peak,
@@ -231,7 +226,11 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, int, int]]]:
-    """Run `call`; list (start in ns, bytes, address) of a device's events, releases negative."""
+    """Run `call`; list (start in ns, bytes, address) of a device's events, releases negative.
+
+    Addresses are those of the CPU's blocks: releases on CUDA outside any operator are in the flat
+    list alone.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         result = call()
     profiler: Any = recording.profiler
@@ -249,4 +248,4 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     flat = (event for event in kineto.events() if event.name() == "[memory]")
     mine = [event for event in flat if event.device_type().name == device.upper()]
     order = sorted(((e.start_ns(), e.nbytes()) for e in mine), key=lambda event: event[0])
-    return result, [(*event, addresses[event].popleft()) for event in order]
+    return result, [(*event, addresses[event].popleft() if device == "cpu" else 0) for event in order]

@@ -99,17 +99,19 @@ class Compilation:
     def measured(self, run: Callable[[list], Any]) -> Callable[[list], Any]:
         """`run`, a boxed callable, with the first of its runs measured.
 
-        Only the first, because recording costs time. A run under the user's own profiler stays
+        Only the first, because recording costs time; the second where Triton's kernels are tuned in the
+        first, with memory of their own. A run under the user's own profiler stays
         unmeasured, since two cannot record at once, and the next one is measured in its place.
         """
-        waiting = True
+        waiting, runs_to_tune = True, int(self.device.type == "cuda" and self.lowering == "inductor")
         self.program = getattr(run, "source", self.program)
         if self.folder is not None:
             dumping.write_program(self, self.folder)
 
         def measured_once(inputs: list) -> Any:
-            nonlocal waiting
-            if not waiting or compat_trace.profiler_active():
+            nonlocal waiting, runs_to_tune
+            if not waiting or runs_to_tune or compat_trace.profiler_active():
+                runs_to_tune = 0
                 return run(inputs)
             waiting = False
             result = self._measure(run, inputs)
@@ -121,18 +123,9 @@ class Compilation:
         return measured_once
 
     def _measure(self, run: Callable[[list], Any], inputs: list) -> Any:
-        if self.device.type != "cuda":
-            measurement = measure(run, inputs, resident=())
-            self.measured_peak_bytes = max(measurement.peak_bytes, self.measured_peak_bytes or 0)
-            return measurement.result
-        # The allocator counts anyway. Its peak is not reset, because the user may be reading it:
-        # a first run that stays below an earlier peak goes unmeasured.
-        held, earlier = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        result = run(inputs)
-        peak = torch.cuda.max_memory_allocated()
-        if peak > earlier and self.after is not None:
-            self.measured_peak_bytes = self.after.resident_bytes + peak - held
-        return result
+        measurement = measure(run, inputs, resident=())
+        self.measured_peak_bytes = max(measurement.peak_bytes, self.measured_peak_bytes or 0)
+        return measurement.result
 
     def compressed(self, error: GradientError) -> None:
         """Keep what compressed activations do to the first step's gradients, and say it."""
