@@ -29,6 +29,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVa
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import aot_autograd
@@ -226,6 +227,10 @@ def changes(builder: Any, value: float) -> bool:
 class NumberVariable(TensorVariable):
     """A number of the user's as a tensor. Of a type of its own, since Dynamo takes two plain tensor
     variables for one whose Python objects are the same, and two 0.1 often are."""
+
+    def dynamic_getattr(self, tx: Any, name: str) -> Any:
+        """A tensor's method, for which Dynamo would look in the user's number."""
+        return GetAttrVariable(self, name)
 
 
 def number_input(builder: Any, value: float) -> Any:

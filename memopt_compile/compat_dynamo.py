@@ -33,6 +33,7 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.utils._device import DeviceContext
 
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 
@@ -171,6 +172,11 @@ def tracing_scope(
         return _itself(args[0], result) if function in IN_PLACE else result
 
     def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any, **named: Any) -> Any:
+        state = tx.symbolic_torch_function_state
+        if name == "backward" and all(isinstance(mode.value, DeviceContext) for mode in state.mode_stack):
+            # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
+            with mock.patch.object(state, "torch_function_mode_enabled", False):
+                return original(self, tx, name, *args, **named)
         result = original(self, tx, name, *args, **named)
         return _itself(self, result) if name.endswith("_") else result
 

@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from . import compat
+
+# Around every functional optimizer of torch's: it leaves the graph where step counts are on CUDA, as they
+# are with `fused=True`. Here they are values like others: see `get_value`.
+FALLBACK = adam.__code__
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
