@@ -28,8 +28,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import aot_autograd

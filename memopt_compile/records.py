@@ -99,19 +99,19 @@ class Compilation:
     def measured(self, run: Callable[[list], Any]) -> Callable[[list], Any]:
         """`run`, a boxed callable, with the first of its runs measured.
 
-        Only the first, because recording costs time; the second where Triton's kernels are tuned in the
-        first, with memory of their own. A run under the user's own profiler stays
+        Only the first, because recording costs time; on CUDA the second, as in the first libraries and
+        Triton's tuning take memory of their own. A run under the user's own profiler stays
         unmeasured, since two cannot record at once, and the next one is measured in its place.
         """
-        waiting, runs_to_tune = True, int(self.device.type == "cuda" and self.lowering == "inductor")
+        waiting, warm = True, self.device.type != "cuda"
         self.program = getattr(run, "source", self.program)
         if self.folder is not None:
             dumping.write_program(self, self.folder)
 
         def measured_once(inputs: list) -> Any:
-            nonlocal waiting, runs_to_tune
-            if not waiting or runs_to_tune or compat_trace.profiler_active():
-                runs_to_tune = 0
+            nonlocal waiting, warm
+            if not (waiting and warm) or compat_trace.profiler_active():
+                warm = True
                 return run(inputs)
             waiting = False
             result = self._measure(run, inputs)

@@ -24,12 +24,13 @@ def train(build: Callable[[], Loop], compile: Callable | None = None, steps: int
         torch.manual_seed(0)
         loop = build()
         step = loop.wrap(loop.step, compile) if compile else loop.wrap(loop.step, lambda f: f)
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator("cpu").manual_seed(1)
         torch.manual_seed(2)
         results = []
         for i in range(steps):
-            x = torch.randn(loop.batch(i), WIDTH, generator=generator, dtype=dtype)
-            y = torch.randint(CLASSES, (loop.batch(i),), generator=generator)
+            x = torch.randn(loop.batch(i), WIDTH, generator=generator, dtype=dtype, device="cpu")
+            y = torch.randint(CLASSES, (loop.batch(i),), generator=generator, device="cpu")
+            x, y = (t.to(torch.get_default_device()) for t in (x, y))
             results.append(_plain(step(x, y, *loop.arguments(i))))
             loop.after(i)
     finally:

@@ -190,6 +190,21 @@ def one_cycle_changes_momentum() -> Loop:
 
 
 @row
+def default_device() -> Loop:
+    """As `torch.set_default_device` has it: a mode in which Dynamo would call Python's `backward`."""
+    def wrap(step, compile):
+        inner = compile(step)
+
+        def under_a_device(*args):
+            with torch.device("cpu"):
+                return inner(*args)
+
+        return under_a_device
+
+    return plain(wrap=wrap)
+
+
+@row
 def tensor_learning_rate() -> Loop:
     model = mlp()
     opt = adamw(model, lr=torch.tensor(0.02, dtype=torch.float64))

@@ -41,6 +41,14 @@ def test_optimizer(name):
     check(lambda: rows.with_optimizer(name), tolerance=TOLERANCE.get(name, 1e-9))
 
 
+def test_betas_that_change_in_float32():
+    """There the optimizer casts them: a number of the user's has to have a tensor's methods."""
+    build = rows.ROWS["one_cycle_changes_betas"]
+    expected, (got, _) = train(build, dtype=torch.float32), compiled(build, dtype=torch.float32)
+    difference, where = largest_difference(expected, got)
+    assert difference <= 1e-5, f"{where}: {difference:.3e}"
+
+
 @pytest.mark.parametrize("name", rows.ORDINARY)
 def test_ordinary_path(name, caplog):
     with caplog.at_level(logging.WARNING, "memopt_compile"):

@@ -1,0 +1,30 @@
+"""The rows with everything on a CUDA device: its default forms of optimizers, attention and dropout."""
+
+from __future__ import annotations
+
+import pytest
+import rows
+import test_rows
+import torch
+
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+# Under a default device `torch.compile` itself loses the device of a `linspace` given to `backward`.
+ROWS = [name for name in rows.ROWS if name not in ("weighted_backward", "default_device")]
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda():
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name):
+    test_rows.test_row(name)
+
+
+@pytest.mark.parametrize("name", rows.OPTIMIZERS)
+def test_optimizer(name):
+    test_rows.test_optimizer(name)
