@@ -124,6 +124,7 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
     _spell_out_alpha(module)
     _copy_as_computed(module)
     _scalars_once(module)
+    _layouts_as_traced(module)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
@@ -174,6 +175,30 @@ def _scalars_once(module: fx.GraphModule) -> None:
             stored.meta["val"] = node.meta["val"]
             for reader in readers:
                 reader.replace_input_with(node, stored)
+    module.recompile()
+
+
+def _layouts_as_traced(module: fx.GraphModule) -> None:
+    """Hand convolutions a value of one channel in the layout that it was traced with.
+
+    Its strides fit the ordinary layout and channels-last alike. Inductor takes the ordinary ones for
+    a buffer that no other graph sees, and PyTorch chooses the kernel by them: the same convolution
+    would be computed by another one, and its result copied, depending on who else reads its operand.
+    """
+    aten = torch.ops.aten
+    convolutions = (aten.convolution.default, aten.convolution_backward.default)
+    for node in [n for target in convolutions
+                 for n in module.graph.find_nodes(op="call_function", target=target)]:
+        for source in node.all_input_nodes:
+            value = source.meta["val"]
+            if (isinstance(source.target, torch._ops.OpOverload) and not
+                    source.target._schema.returns[0].alias_info and value.is_contiguous()
+                    and value.stride() != torch._prims_common.make_contiguous_strides_for(value.shape)):
+                with module.graph.inserting_before(node):
+                    same = module.graph.call_function(
+                        aten.as_strided.default, (source, list(value.shape), list(value.stride())))
+                same.meta["val"] = value
+                node.replace_input_with(source, same)
     module.recompile()
 
 
