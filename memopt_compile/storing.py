@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, fx
 
+from .compat_inductor import STORE, store
 from .costs import is_library
 from .ordering import fuses
 from .step_graph import aliased_args, mutated_args, nbytes
 
-# Inductor makes a buffer of its operand, laid out as it was traced.
-STORE = torch.ops.aten.as_strided.default
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
@@ -38,12 +36,8 @@ def store_between(graph: fx.Graph) -> None:
         if not any(min(at) < call < max(at) for call in calls if at):  # rule 1
             continue
         freed = [o for o in _operands(node) if all(place[r] < max(at) for r in _readers(o, without=node))]
-        value = node.meta["val"]
-        if sum(nbytes(o.meta["val"]) for o in freed) > nbytes(value):  # rule 3
-            with graph.inserting_after(node):
-                stored = graph.call_function(STORE, (node, list(value.shape), list(value.stride())))
-            stored.meta["val"] = value
-            node.replace_all_uses_with(stored, delete_user_cb=lambda user, own=stored: user is not own)
+        if sum(nbytes(o.meta["val"]) for o in freed) > nbytes(node.meta["val"]):  # rule 3
+            store(node)
 
 
 def _is_call(node: fx.Node) -> bool:
@@ -51,8 +45,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return (node.op == "call_function" and node.target is not STORE and not mutated_args(node)
-            and bool(aliased_args(node)))
+    return node.op == "call_function" and not mutated_args(node) and bool(aliased_args(node))
 
 
 def _inlined(node: fx.Node) -> bool:
