@@ -25,6 +25,7 @@ from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.inductor_prims import force_stride_order as STORE
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
@@ -32,9 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
-__all__ = ["AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
-           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes", "kernels_in_background",
-           "settings", "warm_up"]
+__all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
+           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
+           "kernels_in_background", "settings", "store", "warm_up"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -124,6 +125,7 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
     _spell_out_alpha(module)
     _copy_as_computed(module)
     _scalars_once(module)
+    _layouts_as_traced(module)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
@@ -132,6 +134,16 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
     with tracing(TracingContext(_fake_mode(values))), realized:
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
+
+
+def store(node: fx.Node) -> fx.Node:
+    """Have Inductor make a buffer of the result of `node` that its readers read, where it might compute it
+    again for each; returns what stands for that. (A mark would not be in the key of Inductor's cache.)"""
+    with node.graph.inserting_after(node):
+        stored = node.graph.call_function(STORE, (node, list(node.meta["val"].stride())))
+    stored.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
+    return stored
 
 
 def _copy_as_computed(module: fx.GraphModule) -> None:
@@ -174,6 +186,29 @@ def _scalars_once(module: fx.GraphModule) -> None:
             stored.meta["val"] = node.meta["val"]
             for reader in readers:
                 reader.replace_input_with(node, stored)
+    module.recompile()
+
+
+def _layouts_as_traced(module: fx.GraphModule) -> None:
+    """Hand convolutions what was copied into another layout in that layout, also of one channel.
+
+    Its strides then fit both layouts. Inductor takes the ordinary ones for a buffer that no other graph
+    sees, and PyTorch chooses the kernel by them: the same convolution would be computed by another
+    one, and its result copied, depending on who else reads its operand.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.clone.default):
+        value, layouts = node.meta["val"], (node.meta["val"].stride(), node.args[0].meta["val"].stride())
+        # (A copy into the same layout may be taken out, and `as_strided` of a view is not to be trusted.)
+        readers = [user for user in node.users
+                   if user.target in (aten.convolution.default, aten.convolution_backward.default)]
+        if readers and layouts[0] != layouts[1] and value.is_contiguous():
+            with module.graph.inserting_after(node):
+                same = module.graph.call_function(
+                    aten.as_strided.default, (node, list(value.shape), list(layouts[0])))
+            same.meta["val"] = value
+            for reader in readers:
+                reader.replace_input_with(node, same)
     module.recompile()
 
 

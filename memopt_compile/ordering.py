@@ -24,8 +24,10 @@ from .step_graph import (
     COLLECTIVES,
     OF_TORCH,
     OPERATOR,
+    WAIT,
     Phase,
     StepGraph,
+    aliased_args,
     is_collective,
     mutated_args,
     operands,
@@ -35,6 +37,14 @@ from .step_graph import (
 # Operators of other libraries whose code was read: products of the experts of a Transformers model.
 DRAW_NOTHING = ("transformers.grouped_mm_fallback.default",
                 "transformers.grouped_mm_fallback_backward.default")
+
+# Fused by Inductor like pointwise operators, but not tagged so. By name, because some are only
+# registered once Inductor is imported.
+FUSED = {
+    "aten::clone", "aten::_to_copy", "aten::_unsafe_view", "aten::full", "aten::full_like",
+    "aten::arange", "aten::constant_pad_nd", "aten::scalar_tensor", "aten::empty",
+    "prims::convert_element_type", "prims::iota", "prims::fma", "prims::broadcast_in_dim",
+}
 
 
 def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, list[fx.Node]]:
@@ -90,3 +100,13 @@ def weight(order: list[fx.Node], life: Lifetimes,
     points = live_bytes(order, life, workspace or no_workspace)
     return max(points, default=0), sum(
         live for node, live in zip(order, points) if node not in uncounted)
+
+
+def fuses(node: fx.Node) -> bool:
+    """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
+    if not isinstance(node.target, OPERATOR) or mutated_args(node):
+        return False
+    if is_random(node) or node.target is WAIT:
+        return False
+    return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
+            or bool(aliased_args(node)))

@@ -28,31 +28,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import networkx as nx
-import torch
 from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
-from memopt_compile.ordering import is_random, weight
+from memopt_compile.ordering import fuses, weight
 from memopt_compile.recomputing import overwritten_early, recompute
 from memopt_compile.step_graph import (
-    OPERATOR,
-    WAIT,
     Phase,
     StepGraph,
     aliased_args,
-    mutated_args,
     nbytes,
     storage_roots,
 )
 from memopt_compile.step_pass import StepPass
-
-# Fused by Inductor like pointwise operators, but not tagged so. By name, because some are only
-# registered once Inductor is imported.
-FUSED = {
-    "aten::clone", "aten::_to_copy", "aten::_unsafe_view", "aten::full", "aten::full_like",
-    "aten::arange", "aten::constant_pad_nd", "aten::scalar_tensor", "aten::empty",
-    "prims::convert_element_type", "prims::iota", "prims::fma", "prims::broadcast_in_dim",
-}
 
 
 @dataclass(frozen=True)
@@ -76,16 +64,6 @@ class RematerializeFree(StepPass):
 def _weight(step: StepGraph, workspace: Workspace | None,
             uncounted: Container[fx.Node] = ()) -> tuple[int, int]:
     return weight(list(step.computing()), lifetimes(step.graph), workspace, uncounted)
-
-
-def fuses(node: fx.Node) -> bool:
-    """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
-    if not isinstance(node.target, OPERATOR) or mutated_args(node):
-        return False
-    if is_random(node) or node.target is WAIT:
-        return False
-    return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
-            or bool(aliased_args(node)))
 
 
 def values_to_recompute(step: StepGraph) -> set[fx.Node]:

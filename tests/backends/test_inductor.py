@@ -194,6 +194,19 @@ def test_number_of_a_whole_loop_is_computed_once():
     assert "empty_strided_cpu((), ()" in source
 
 
+def test_one_channel_reaches_a_convolution_as_it_was_traced():
+    """Its strides fit two layouts, and the convolution's kernel goes by them: channels-last needs no copy."""
+    def convolve(image: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (F.conv2d(image.clone(memory_format=torch.channels_last), weight, padding=1),)
+
+    given = torch.randn(4, 1, 28, 28), torch.randn(16, 1, 3, 3)
+    made, source = compat_inductor.compile_graph(make_fx(convolve, tracing_mode="fake")(*given))
+    (got,), (expected,) = made(list(given)), convolve(*given)
+    assert got.stride() == expected.stride() and torch.equal(got, expected)
+    call = source[source.index("def call"):source.index("return (")]
+    assert call.count("= empty_strided_cpu(") == 1
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)

@@ -1,0 +1,69 @@
+"""Results that a piece stores between library calls: which ones, their bytes and their numbers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt_compile.backends import inductor
+from memopt_compile.compat_inductor import STORE
+from memopt_compile.step_graph import StepGraph
+from memopt_compile.storing import store_between
+
+GIVEN = torch.randn(256, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
+
+
+def residual(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    a, b = x @ w, w @ x
+    both = torch.where(x <= 0, 0, a * b)
+    return (torch.relu(both) @ w @ w * both,)
+
+
+def without_call(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    a, b = x @ w, w @ x
+    both = torch.where(x <= 0, 0, a * b)
+    return (torch.relu(both).sum(1) + both.sum(0),)
+
+
+def operands_stay(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    a, b = x @ w, w @ x
+    both = a * b
+    return (torch.relu(both) @ w * both, a, b)
+
+
+def one_operand(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    both = (x @ w).neg()
+    return (torch.relu(both) @ w * both,)
+
+
+def read_by_call(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    a, b = x @ w, w @ x
+    both = a * b
+    return (both @ w * both,)
+
+
+@pytest.mark.parametrize("function, stored", [
+    (residual, 1), (without_call, 0), (operands_stay, 0), (one_operand, 0), (read_by_call, 0)])
+def test_what_is_stored(function: Callable, stored: int):
+    module = make_fx(function, tracing_mode="fake")(*GIVEN)
+    store_between(module.graph)
+    made = module.graph.find_nodes(op="call_function", target=STORE)
+    assert len(made) == stored
+    for node in made:
+        assert node.args[0].target is torch.ops.aten.where.self and list(node.args[0].users) == [node]
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler")
+def test_peak_and_numbers(monkeypatch):
+    def lowered() -> inductor.Lowered:
+        inductor.forget()
+        return inductor.lower(StepGraph(make_fx(residual, tracing_mode="fake")(*GIVEN), ()))
+
+    run = lowered()
+    torch.testing.assert_close(run(list(GIVEN)), residual(*GIVEN))
+    monkeypatch.setattr(inductor, "store_between", lambda graph: None)
+    size = GIVEN[0].nbytes
+    assert run.transient_peak_bytes() <= lowered().transient_peak_bytes() - size // 2
