@@ -235,3 +235,11 @@ def test_kernels_that_fail_to_compile_are_not_kept(monkeypatch):
             inductor.lower(step)
         assert AsyncCompile.wait is broken  # put back as it was
     assert inductor.lower(training(1)).compiled  # compiled anew
+
+
+def test_a_dry_run_reads_no_number_for_a_triton_kernel():
+    source = ("def call(args):\n    x, = args\n    buf = empty_strided_cpu((3,), (1,), torch.float32)\n"
+              "    kernel.run(buf, x.item(), 3, stream=stream0)\n    return (buf,)\n")
+    with compat_inductor.FakeTensorMode():
+        made, = compat_inductor.dry_call(source)([torch.empty(())])
+    assert made.shape == (3,)
