@@ -34,9 +34,9 @@ def in_few_bits(model):
 CASES = {
     "plain": (adamw, {}),
     "fused": (lambda model: adamw(model, fused=True), {}),
-    "recompute": (adamw, {"memory_budget": 0.6}),
-    "compress": (adamw, {"memory_budget": 0.5, "compress": "int4"}),
-    "offload": (adamw, {"memory_budget": 0.6, "recompute": False, "offload": True}),
+    "recompute": (adamw, {"memory_budget": 0.7}),
+    "compress": (adamw, {"memory_budget": 0.65, "compress": "int4"}),
+    "offload": (adamw, {"memory_budget": 0.7, "recompute": False, "offload": True}),
     "accumulate": (adamw, {"accumulate": "optimizer_states"}),
     "states of 4 bits": (lambda model: memopt.optim.AdamW(model.parameters(), state_bits=4), {}),
     "CAME": (lambda model: memopt.optim.CAME(model.parameters(), lr=1e-4), {}),
