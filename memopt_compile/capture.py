@@ -309,7 +309,7 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         chunks = original(self, tx, args, kwargs)
         _notes_of(tx).loops.append(loop_capture.Loop(chunks.items))
         return chunks
-    if self.fn.__code__ is optimizer_capture.FALLBACK:
+    if getattr(self.fn, "__code__", None) is optimizer_capture.FALLBACK:
         self = compat.UserFunctionVariable(self.fn.__wrapped__)
     form = _FORMS.get(self.fn)
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):

@@ -5,11 +5,11 @@ in a convolution, partial sums in a backward, an index in sorted order. No table
 so each distinct call (operator, shapes, strides, dtypes, constants) is run once on tensors of
 ones under the allocation recorder, and the answer is kept for the process. Views hold nothing and
 are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
-result they hold copies. Operators run on the step's device; where that is not there, only ours
-do, on the CPU, and the rest is taken to hold nothing. Operators of other libraries are not run, since
-they may do more than compute. One with a body of its own (`torch.cond`) holds what is alive in that.
-Collectives are not run either, since the other ranks would take part: what gloo holds is known
-(`of_gloo`).
+result they hold copies. All are run on the CPU: of a step elsewhere only ours, which hold as much there,
+and the rest is taken to hold nothing. (On CUDA made-up operands may end the process's use of the device.)
+Operators of other libraries are not run, since they may do more than compute. One with a body of its own
+(`torch.cond`) holds what is alive in that. Collectives are not run either, since the other ranks would take
+part: what gloo holds is known (`of_gloo`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat_trace import hinted, pytree, real_tensors
 from .distributed import planned
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
-from .measure import measure, workspace_on_cuda
+from .measure import measure
 from .quantization.operators import few_slabs
 from .stand_ins import stand_ins
 from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
@@ -115,12 +115,11 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     if not tensors or _only_writes(target, args, tensors):
         return 0
-    place = _place(target, tensors)
-    if place is None:
+    if target.namespace != "memopt" and any(t.device.type != "cpu" for t in tensors):
         return 0
-    key = (target, place, repr(pytree.tree_map(_description, (args, kwargs))))
+    key = (target, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
-        _known[key] = _measure(target, args, kwargs, place)
+        _known[key] = _measure(target, args, kwargs)
     return _known[key]
 
 
@@ -148,24 +147,13 @@ def _description(value: Any) -> Any:
     return str(hinted(value))
 
 
-def _place(target: Any, tensors: list[Tensor]) -> torch.device | None:
-    """Where to run `target`: on its own device if that is there; ours need as much on a CPU."""
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
-        return device
-    return torch.device("cpu") if target.namespace == "memopt" else None
-
-
-def _measure(target: Any, args: Any, kwargs: Any, place: torch.device) -> int:
+def _measure(target: Any, args: Any, kwargs: Any) -> int:
     """Peak of one run on made-up operands, less the bytes of its results."""
-    cuda = place.type == "cuda"
-    with real_tensors(), torch.random.fork_rng([place] if cuda else []), torch.no_grad(), few_slabs():
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs():
+        args, kwargs = stand_ins((args, kwargs), "cpu")
+        run = partial(target, *args, **kwargs)
         try:
-            args, kwargs = stand_ins((args, kwargs), None if cuda else place)
-            run = partial(target, *args, **kwargs)
             run()  # libraries keep what they set up in their first call
-            if cuda:
-                return workspace_on_cuda(run)
             seen = measure(run, resident=())
         except Exception:  # made-up operands may be refused: then nothing is known of it
             return 0

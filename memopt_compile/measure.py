@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -124,13 +123,6 @@ def measure(
         timeline=tuple(timeline),
         result=result,
     )
-
-
-def workspace_on_cuda(call: Callable[[], Any]) -> int:
-    """Bytes of CUDA's memory that `call` holds at its worst moment beyond its result."""
-    result, events = _record(call, "cuda")
-    held = list(itertools.accumulate(nbytes for _, nbytes, _ in events)) or [0]
-    return max(0, max(held) - held[-1])
 
 
 def tensor_bytes(nest: Any) -> int:

@@ -84,9 +84,10 @@ _library.define("arrived(Tensor(a) value) -> Tensor(a)")
 _library.impl("sent", lambda host, value: _wait(host, value.device, True), "CompositeExplicitAutograd")
 _library.impl("arrived", lambda value: _wait(value, value.device, False), "CompositeExplicitAutograd")
 
-TO_HOST, FROM_HOST = torch.ops.memopt.to_host.default, torch.ops.memopt.from_host.default# Host and device meet in it: without this no one would know where its result is.
+# Host and device meet in it: without this no one would know where its result is.
 torch.library.register_fake("memopt::sent", lambda host, value: host, lib=_library)
 
+TO_HOST, FROM_HOST = torch.ops.memopt.to_host.default, torch.ops.memopt.from_host.default
 SENT, ARRIVED = torch.ops.memopt.sent.default, torch.ops.memopt.arrived.default
 BEGINNINGS = (TO_HOST, FROM_HOST)
 
