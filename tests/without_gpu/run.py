@@ -37,9 +37,9 @@ def build(folder: Path) -> Path:
     """The device as a library: functions that `device.c` has not are there, and return 0."""
     made, rest, library = folder / "device.o", folder / "rest.c", folder / "libcuda.so.1"
     subprocess.run(["gcc", "-c", "-O1", "-fPIC", f"-I{CUDA_HOME}/include", "-o", made, HERE / "device.c"], check=True)
-    triton = Path(torch.__file__).parents[1] / "triton" / "backends" / "nvidia" / "driver.c"
-    wanted = set(FUNCTION.findall(triton.read_text())) if triton.exists() else set()
-    wanted = {name.strip() for name in wanted} | {"cuInit", "cudaLaunchKernel"}
+    triton = (Path(torch.__file__).parents[1] / "triton" / "backends" / "nvidia").glob("driver.*")
+    wanted = {name.strip() for source in triton for name in FUNCTION.findall(source.read_text())}
+    wanted |= {"cuInit", "cudaLaunchKernel"}
     for each in (Path(torch.__file__).parent / "lib").glob("*.so"):
         wanted |= symbols(each, "-D", "--undefined-only")
     missing = sorted(wanted - symbols(made, "--defined-only"))
