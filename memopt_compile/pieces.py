@@ -46,6 +46,7 @@ from .repetition import longest_repetition
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
+WORTH = 30  # operators, a second of compilation: a repetition that saves less is not worth the calls
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _ITEM = "aten._local_scalar_dense.default"
@@ -209,9 +210,9 @@ def _crossing(count: int, reads: list[tuple[int, int]], sizes: np.ndarray,
 def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
           high: int) -> list[int]:
     """Cuts of [low, high): around each turn of its longest repetition, and so on outside it."""
-    if (found := longest_repetition(labels[low:high])) is None:
+    start, period, length = longest_repetition(labels[low:high]) or (0, 0, 0)
+    if length - period < WORTH:
         return _split(crossing, low, high)
-    start, period, length = found
     start, turns = _align(crossing(period), low + start, period, length)
     points = [start + k * period for k in range(turns + 1)]
     if period > LONGEST:
