@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "adapt": (False, True),
     "costs": ("roofline", "measured"),
     "lowering": ("inductor", "eager"),
+    "cuda_graphs": (False, True),
     "verify": (False, True),
 }
 
@@ -62,6 +63,8 @@ class Options:
         costs: seconds by which plans are compared: by the "roofline" of the device, or "measured" by
             running the step's operators on made-up tensors, kept on disk.
         lowering: "inductor", or "eager", an interpreter that frees each value at its last use.
+        cuda_graphs: on CUDA, record the step as one CUDA graph and launch that from the third call on, which
+            keeps the memory that the step frees (see `replaying`).
         verify: run one shadow step against eager and report the largest difference.
         dump: a folder to write every graph, the plan and the report to, or None.
 
@@ -81,6 +84,7 @@ class Options:
     adapt: bool = False
     costs: str = "roofline"
     lowering: str = "inductor"
+    cuda_graphs: bool = False
     verify: bool = False
     dump: str | os.PathLike[str] | None = None
 
@@ -91,6 +95,8 @@ class Options:
         if self.adapt and (self.memory_budget is None or self.compress not in ("int4", "auto")):
             raise _wrong("adapt", True, "give memory_budget and compress='int4' or 'auto' too: formats of 4 "
                          "bits are what adapts")
+        if self.adapt and self.cuda_graphs:
+            raise _wrong("cuda_graphs", True, "leave adapt out: what is recorded once is not planned again")
         for name in ("offload", "partition_activations"):
             if getattr(self, name) and self.memory_budget is None:
                 raise _wrong(name, True, "give memory_budget too: it says how much has to go")

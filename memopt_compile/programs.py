@@ -23,6 +23,7 @@ from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import resident_bytes, timeline
 from .options import format_bytes
 from .records import Compilation, captured_only
+from .replaying import Replayed
 from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
 
@@ -35,7 +36,8 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
 
     Raises:
         InfeasibleBudget: no plan was found that fits.
-        OptionError: `adapt` is asked for and the step has collectives, or `offload` and it is on the CPU.
+        OptionError: `adapt` is asked for and the step has collectives, or `offload` or `cuda_graphs` and it
+            is on the CPU.
     """
     record.before = timeline(step, workspace_of(step, record.lowering))
     record.step = step
@@ -44,6 +46,9 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         return eager.lower(step)
     record.observe("captured", step)
     limit = record.budget_bytes()
+    if record.options.cuda_graphs and record.device.type != "cuda":
+        raise OptionError(f"the step runs on the {record.device.type}, which has no CUDA graphs",
+                          where=f"{record.where}, cuda_graphs=True", do="leave cuda_graphs out")
     if limit is None:
         program = _program(step, record, None)
     else:
@@ -72,6 +77,8 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     if record.versions and plan and plan.largest_error:
         run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
                        record.options.max_gradient_error, record.where, record.compressed)
+    if record.options.cuda_graphs:
+        run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit)
     return run
 
 

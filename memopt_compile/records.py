@@ -23,6 +23,7 @@ from .measure import measure
 from .options import Options
 from .pipelines import Heads
 from .render import Report
+from .replaying import Replayed
 from .shadow import GradientError
 from .step_graph import StepGraph, source_line
 
@@ -43,6 +44,7 @@ class Compilation:
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
     `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more;
+    `replayed` is the program as `options.cuda_graphs` has it run;
     `arena` is the memory that `options.arena` asks for, one for all steps of a model.
     """
 
@@ -70,6 +72,7 @@ class Compilation:
     program: str | None = None
     folder: Path | None = None
     heads: Heads = field(default_factory=dict, repr=False)
+    replayed: Replayed | None = None
     arena: Buffer = field(default_factory=Buffer, repr=False)
 
     def observe(self, name: str, step: StepGraph) -> None:

@@ -84,6 +84,7 @@ class Report:
         taken_back: steps with activations that are not finite, which ran again without compression.
         arena: where what ranks gather and send lies, with `options.arena`; moments are places in the schedule.
         history: when and why `adapt` has planned again, and what came of it.
+        replayed: how often and when the step was recorded as a CUDA graph, or why not, with `options.cuda_graphs`.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Report:
     plan: MemoryPlan | None = None
     taken_back: int = 0
     arena: Arena | None = None
+    replayed: str | None = None
     history: tuple[Replan, ...] = ()
 
     @classmethod
@@ -146,6 +148,7 @@ class Report:
             taken_back=record.taken_back,
             arena=arena_of(step.graph, storage_roots(step.graph)) if step else None,
             history=tuple(record.history),
+            replayed=record.replayed.state if record.replayed else None,
         )
 
     @property
@@ -210,6 +213,8 @@ class Report:
             lost = f", {format_bytes(self.arena.lost_bytes)} lost between them" if self.arena.lost_bytes else ""
             rows.append(("arena", f"{format_bytes(self.arena.nbytes)} for {len(self.arena.tenants)} tenants, at "
                                   f"most {format_bytes(self.arena.lower_bound_bytes)} at once{lost}"))
+        if self.replayed:
+            rows.append(("CUDA graph", self.replayed))
         if self.repeats:
             rows.append(("repeats", ", ".join(self.repeats[:3])))
         if self.folder:

@@ -27,6 +27,7 @@ def test_defaults():
         "adapt": False,
         "costs": "roofline",
         "lowering": "inductor",
+        "cuda_graphs": False,
         "verify": False,
         "dump": None,
     }
@@ -51,6 +52,7 @@ ACCEPTED = {
     "adapt": [False],  # True needs more: tests/test_adaptation.py
     "costs": ["roofline", "measured"],
     "lowering": ["inductor", "eager"],
+    "cuda_graphs": [False, True],
     "verify": [False, True],
     "dump": [None, "dump", Path("dump")],
 }
@@ -69,6 +71,7 @@ REFUSED = {
     "adapt": [1],
     "costs": ["guess", None],
     "lowering": ["aot_eager", None],
+    "cuda_graphs": [1, None],
     "verify": ["yes"],
     "dump": ["", True, 3],
 }  # fmt: skip

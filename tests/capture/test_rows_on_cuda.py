@@ -7,6 +7,8 @@ import rows
 import test_rows
 import torch
 
+from memopt_compile.options import Options
+
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,3 +30,12 @@ def test_row(name):
 @pytest.mark.parametrize("name", rows.OPTIMIZERS)
 def test_optimizer(name):
     test_rows.test_optimizer(name)
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if n != "state_loaded_in_the_middle"])
+def test_row_as_a_cuda_graph(name, monkeypatch):
+    """With counts of steps on the device; in float32 there, which a loaded state shows beyond this test's bound."""
+    monkeypatch.setitem(Options.__init__.__kwdefaults__, "cuda_graphs", True)
+    for each in (torch.optim.Adam, torch.optim.AdamW):
+        monkeypatch.setitem(each.__init__.__kwdefaults__, "capturable", True)
+    test_rows.test_row(name)

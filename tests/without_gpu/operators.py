@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ def host(tensor: Any) -> Any:
         return tensor
     nbytes = tensor.untyped_storage().nbytes()
     if not nbytes:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     memory = (ctypes.c_char * nbytes).from_address(tensor.untyped_storage().data_ptr())
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    seen = torch.empty(0, dtype=tensor.dtype).set_(
+    seen = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return torch._neg_view(seen) if tensor.is_neg() else seen
 
@@ -51,12 +52,20 @@ def on_device(value: Any) -> Any:
     return made
 
 
-def drawn() -> torch.Generator:
-    """A generator for what the device's would draw next, which moves on."""
+def place() -> tuple[int, int]:
+    """(seed, offset) of the device's generator, which moves on."""
     device = torch.cuda.default_generators[0]
+    if torch.cuda.is_current_stream_capturing():  # numbers are drawn by each replay
+        return 0, 0
     offset = device.get_offset()
     device.set_offset(offset + 4)
-    return torch.Generator().manual_seed((device.initial_seed() * 1_000_003 + offset) % 2**63)
+    return device.initial_seed(), offset
+
+
+def drawn() -> torch.Generator:
+    """A generator for what the device's would draw next."""
+    seed, offset = place()
+    return torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
 
 
 def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,10 +112,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, ca
     """(result, seed, offset). A dropout is of the result: as random, if not as CUDA's, of the weights."""
     seen = torch.nn.functional.scaled_dot_product_attention(
         *(host(t).float() for t in (q, k, v)), None if bias is None else host(bias).float(), 0.0, causal, scale=scale)
-    device = torch.cuda.default_generators[0]
-    seed, offset = (device.initial_seed(), device.get_offset()) if p else (0, 0)
+    seed, offset = place() if p else (0, 0)
     if p:
-        device.set_offset(offset + 4)
         seen = seen * _kept(seen.shape, p, seed, offset)
     result = _like_heads(q, v.shape[-1])
     host(result).copy_(seen)
@@ -180,6 +187,60 @@ def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, ma
     return attention_backward(grad, q, k, v, bias, int(seed), int(offset), p, causal, scale)
 
 
+# ---------------------------------------------------------------- graphs
+
+
+_captured: list[Callable[[], Any]] = []
+graphs: dict[int, list[Callable[[], Any]]] = {}
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+def _end(graph: int) -> None:
+    graphs[graph] = list(_captured)
+    _captured.clear()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+def _launch(graph: int) -> None:
+    with torch.no_grad():
+        for again in graphs[graph]:
+            again()
+
+
+def replayable(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, which while a graph is captured changes nothing, but is noted with where it reads and writes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_current_stream_capturing():
+            return kernel(*args, **kwargs)
+        given, named = pytree.tree_map(host, (args, kwargs))
+        memory = [t.untyped_storage() for t in pytree.tree_leaves((args, kwargs))
+                  if isinstance(t, Tensor) and t.device.type == "cuda"]
+        before = [(ctypes.string_at(m.data_ptr(), m.nbytes()), m.data_ptr()) for m in memory]
+        made = kernel(*args, **kwargs)
+        for content, address in before:
+            ctypes.memmove(address, content, len(content))
+        known = {id(t) for t in pytree.tree_leaves((args, kwargs))}  # written where they are, and not made
+        results = [None if id(t) in known else host(t) for t in pytree.tree_leaves(made)]
+
+        def again() -> None:
+            for result, new in zip(results, pytree.tree_leaves(kernel(*given, **named))):
+                if isinstance(result, Tensor):
+                    result.copy_(host(new))
+
+        _captured.append(again)
+        return made
+
+    return torch._dynamo.disable(call)
+
+
+def attend(kind: Callable[..., Any], kernel: Callable[..., Any]) -> None:
+    """Have `kernel` compute the operator that `kind`, one of the attentions above, is named for."""
+    name, _, backward = kind.__name__.partition("_")
+    library.impl(f"_scaled_dot_product_{name}_attention{'_' + backward if backward else ''}", kernel, "CUDA",
+                 allow_override=True)
+
+
 def replace() -> None:
     """Put these in the place of CUDA's kernels, for this process."""
     def registered(key: str) -> set[str]:
@@ -194,12 +255,11 @@ def replace() -> None:
         views = operator is None or any(r.alias_info is not None and not r.alias_info.is_write
                                         for r in operator._schema.returns)
         if not views and base not in OWN:
-            library.impl(name, torch._dynamo.disable(functools.partial(run, operator)), "CUDA", allow_override=True)
+            library.impl(name, replayable(functools.partial(run, operator)), "CUDA", allow_override=True)
     for kind in (efficient, efficient_backward, flash, flash_backward, cudnn, cudnn_backward):
-        kernel, _, backward = kind.__name__.partition("_")
-        library.impl(f"_scaled_dot_product_{kernel}_attention{'_' + backward if backward else ''}",
-                     torch._dynamo.disable(kind), "CUDA", allow_override=True)
+        attend(kind, replayable(kind))
     torch.backends.cudnn.enabled = False
+    ctypes.CDLL("libcuda.so.1").without_gpu_graphs(_end, _launch)
 
 
 replace()

@@ -1,6 +1,7 @@
-"""Run tests that need a CUDA device on a machine without one.
+"""Run tests that need a CUDA device, or a script of this folder, on a machine without one.
 
     python tests/without_gpu/run.py -m gpu [arguments of pytest]
+    python tests/without_gpu/run.py --script launches.py [arguments]
 
 The device of `device.c` has memory, and `operators` computes on it with the CPU's kernels. So capture, passes,
 numbers of the eager lowering, what PyTorch's CUDA allocator counts, and Inductor's code up to compiled Triton
@@ -57,8 +58,10 @@ def main() -> None:
         environment = {**os.environ, "WITHOUT_GPU": "1", "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder,
                        "TRITON_LIBCUDA_PATH": folder, "PYTHONPATH": os.pathsep.join(
                            [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-p", "operators", *sys.argv[1:]],
-                                env=environment).returncode)
+        command, given = ["-m", "pytest", "-p", "operators"], sys.argv[1:]
+        if given[:1] == ["--script"]:
+            command, given = [str(HERE / given[1])], given[2:]
+        sys.exit(subprocess.run([sys.executable, *command, *given], env=environment).returncode)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""Steps replayed as CUDA graphs: what stands in the way, and on a device the same numbers as without."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import memopt_compile as memopt
+from memopt_compile.compat_inductor import FakeTensorMode
+from memopt_compile.replaying import RECORDINGS, WARM, Replayed, obstacle
+from memopt_compile.step_graph import Input, Role, StepGraph
+
+# ------------------------------------------------------------------------ what stands in the way
+
+
+def step_of(function, *inputs: tuple[Role, str, tuple[int, ...]]) -> StepGraph:
+    """`function` of fake inputs, each (role, device, shape); labels are a, b, .."""
+    with FakeTensorMode():
+        values = [torch.empty(shape, device=device) for _, device, shape in inputs]
+        module = make_fx(function)(*values)
+    given = [Input(node.name, role, "abc"[i], 4)
+             for i, (node, (role, _, _)) in enumerate(zip(module.graph.find_nodes(op="placeholder"), inputs))]
+    return StepGraph(module, tuple(given))
+
+
+WEIGHT, BATCH, RATE = (Role.PARAMETER, "cuda", (4,)), (Role.BATCH, "cuda", (4,)), (Role.NUMBER, "cpu", ())
+
+
+def test_a_step_of_the_device_and_numbers_can_be_recorded():
+    assert obstacle(step_of(lambda w, x, rate: (w.sub_(x * rate),), WEIGHT, BATCH, RATE)) is None
+
+
+@pytest.mark.parametrize(("function", "inputs", "reason"), [
+    (lambda w, x: (w * 2, x * 2), (WEIGHT, (Role.BATCH, "cpu", (4,))), "b is on the host: move it"),
+    (lambda w, n: (w * 2, n.add_(1)), (WEIGHT, (Role.STATE, "cpu", ())), "b is on the host.*capturable=True"),
+    (lambda w, x: (w + x.mul_(2),), (WEIGHT, BATCH), "writes into b.*write into a copy"),
+    (lambda w: (torch.ops.memopt.to_host(w),), (WEIGHT,), "to_host.* needs the host"),
+], ids=["batch", "count", "written", "transfer"])
+def test_what_stands_in_the_way_is_said(function, inputs, reason):
+    assert re.search(reason, obstacle(step_of(function, *inputs)) or "")
+
+
+def test_an_obstacle_leaves_the_step_as_it_was(caplog):
+    step = step_of(lambda w, n: (w * 2, n.add_(1)), WEIGHT, (Role.STATE, "cpu", ()))
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        run = Replayed(lambda inputs: len(inputs), step, torch.device("cuda"), "train.py:3", 100)
+    assert [run([1, 2]) for _ in range(5)] == [2] * 5 and run.state.startswith("off: b is on the host")
+    assert len(caplog.records) == 1 and "train.py:3" in caplog.text
+
+
+def test_not_on_a_cpu():
+    model = torch.nn.Linear(4, 4)
+
+    def step(x):
+        model(x).sum().backward()
+
+    with pytest.raises(memopt.OptionError, match="no CUDA graphs"):
+        memopt.compile(step, lowering="eager", cuda_graphs=True)(torch.randn(2, 4))
+
+
+# ------------------------------------------------------------------------ on a device
+
+
+def trained(lowering="eager", calls=10, cuda_graphs=True, build=None, sizes=(8,), change=None,
+            dynamic=None, **options):
+    """Losses, parameters and how the step ran, of a small net with dropout."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Dropout(0.2),
+                                torch.nn.Linear(32, 4)).cuda()
+    opt = (build or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)))(model.parameters())
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    step.__code__ = step.__code__.replace()  # of its own: a report is of all that was compiled of one
+    run = torch.compile(step, backend="memopt", dynamic=dynamic,
+                        options={"lowering": lowering, "cuda_graphs": cuda_graphs, **options})
+    kept = []
+    for call in range(calls):
+        size = sizes[call % len(sizes)]
+        generator = torch.Generator().manual_seed(call)
+        x = torch.randn(size, 16, generator=generator).cuda()
+        if change:
+            change(call, model, opt)
+        kept.append(run(x, x.argmax(1) % 4))
+    return [float(loss) for loss in kept], list(model.parameters()), memopt.report(run)
+
+
+def same(**settings):
+    losses, parameters, report = trained(**settings)
+    plain = trained(cuda_graphs=False, **settings)
+    assert losses == plain[0] and all(map(torch.equal, parameters, plain[1]))
+    return report
+
+
+def rate(call, model, opt):
+    opt.param_groups[0]["lr"] = 1e-2 / (1 + call)
+
+
+def rate_in_a_tensor(call, model, opt):
+    opt.param_groups[0]["lr"].fill_(1e-2 / (1 + call))
+
+
+def reloaded(call, model, opt):
+    if call == 6:
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnDevice:
+    @pytest.mark.parametrize("lowering", ["eager", "inductor"])
+    def test_numbers_are_the_same(self, lowering):
+        report = same(lowering=lowering)
+        assert report.replayed.startswith(f"recorded 1 times, the last time in call {WARM + 1}")
+        assert "CUDA graph" in str(report)
+
+    def test_short_batches_have_graphs_of_their_own(self):
+        report = same(sizes=(8, 8, 8, 5), calls=24, dynamic=False)
+        assert all(each.replayed.startswith("recorded 1") for each in (report, *report.others))
+
+    def test_sizes_that_are_symbols_are_told(self):
+        assert "dynamic=False" in same(dynamic=True).replayed
+
+    def test_a_rate_in_a_tensor_changes_without_recording_again(self):
+        report = same(build=lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2).cuda(), capturable=True),
+                      change=rate_in_a_tensor)
+        assert report.replayed.startswith("recorded 1 times")
+
+    def test_a_rate_that_is_a_number_is_given_up_after_some_recordings(self):
+        report = same(change=rate)
+        assert f"changed again after {RECORDINGS} recordings" in report.replayed
+
+    def test_loaded_states_are_recorded_again(self):
+        assert same(change=reloaded).replayed.startswith("recorded 2 times")
+
+    def test_counts_on_the_host_are_told(self):
+        report = same(build=lambda p: torch.optim.AdamW(p, foreach=False))
+        assert "capturable=True" in report.replayed
+
+    def test_a_budget_holds_the_graphs_memory_too(self):
+        peak = trained(calls=1)[2].predicted_peak_bytes
+        assert "the budget is" in same(memory_budget=peak).replayed

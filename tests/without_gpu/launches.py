@@ -1,0 +1,106 @@
+"""Time that the host takes to launch a step on CUDA: in pieces, as one big graph, and replayed as a CUDA graph.
+
+    python tests/without_gpu/run.py --script launches.py [--layers 12]
+
+The device's kernels do nothing, and library calls (products, attention) are left out of the time: what stays is
+PyTorch, Inductor's code and Triton's launches, as on any machine with a GPU. A GPT of small layers, AdamW with
+`fused=True`; steps are timed in turns, and medians are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import operators
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch._inductor.select_algorithm import extern_kernels
+
+import memopt_compile as memopt
+from memopt_compile.backends import inductor
+
+_spec = importlib.util.spec_from_file_location(
+    "example_models", Path(__file__).parents[2] / "examples" / "models.py")
+models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+
+library_seconds = 0.0
+
+
+def step_of(layers: int) -> Callable[..., Any]:
+    torch.manual_seed(0)
+    model = models.GPT(models.GPTConfig(65, layers, 64, 4, 32)).cuda()
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    step.__code__ = step.__code__.replace()
+    return step
+
+
+def left_out(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global library_seconds
+        began = time.perf_counter()
+        result = kernel(*args, **kwargs)
+        library_seconds += time.perf_counter() - began
+        return result
+
+    return torch._dynamo.disable(run)
+
+
+def compiled(layers: int, args: tuple, **options: Any) -> tuple[Callable[..., Any], int]:
+    """The step and the number of its pieces, after the calls that compile, tune, measure and record."""
+    lowered: list[inductor.Lowered] = []
+    lower = inductor.lower
+    inductor.lower = lambda step: lowered.append(lower(step)) or lowered[-1]
+    run = memopt.compile(step_of(layers), **options)
+    for _ in range(4):
+        run(*args)
+    inductor.lower = lower
+    return run, len(lowered[-1].called)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=200)
+    given = parser.parse_args()
+    x = torch.randint(65, (2, 32), device="cuda")
+    args = x, x.roll(-1, 1)
+    ways = {"pieces": compiled(given.layers, args), "pieces, cuda_graphs=True": compiled(given.layers, args, cuda_graphs=True)}
+    inductor.can_cut = lambda step: False
+    ways["one big graph"] = compiled(given.layers, args)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm"):
+        setattr(extern_kernels, name, left_out(getattr(extern_kernels, name)))
+    for kernel in (operators.efficient, operators.efficient_backward, operators.flash, operators.flash_backward):
+        operators.attend(kernel, left_out(kernel))
+    for calls in operators.graphs.values():
+        calls.clear()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    global library_seconds
+    for _ in range(given.rounds):
+        for name, (run, _) in ways.items():
+            library_seconds, began = 0.0, time.perf_counter()
+            run(*args)
+            seconds[name].append(time.perf_counter() - began - library_seconds)
+    least = statistics.median(seconds["one big graph"])
+    print(tabulate([(name, calls, 1e3 * (median := statistics.median(seconds[name])), median / least)
+                    for name, (_, calls) in ways.items()],
+                   ("way", "calls of pieces", "host, ms a step", "of one big graph"), tablefmt="github", floatfmt=".3f"))
+
+
+main()
