@@ -30,7 +30,7 @@ from .step_graph import Role, StepGraph, is_collective
 log = logging.getLogger("memopt_compile")
 RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 10  # for a step whose lowered peak is above the budget
-STRIDE = 4  # rungs that the excess may have without one being left out
+NEAR = 4  # rungs: how much the excess may be without one being left out
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -105,7 +105,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         excess = program.peak_bytes - limit
         log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)
-        lower = min(planned, record.after.peak_bytes) - max(1, excess // STRIDE)
+        lower = min(planned, record.after.peak_bytes) - max(1, excess - NEAR * rung)
         planned = down(lower) if attempt < TRIES - 1 else resident
     program, record.step, record.after, record.passes = smallest
     record.predicted_peak_bytes = program.peak_bytes
