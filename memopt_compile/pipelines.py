@@ -49,6 +49,7 @@ from .rematerialization import Means
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
+ANY = 2**62  # bytes, as a limit
 NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -179,6 +180,10 @@ def rewritten(
     def peak(found: tuple[StepGraph, Any]) -> int:
         return timeline(found[0], workspace).peak_bytes
 
+    if lowering == "eager":  # a step may fit only once it writes into dead buffers, which no plan foresees
+        found = by(default(options, lowering, ANY, device, formats=formats), observe)
+        if peak(found) <= limit_bytes:
+            return found
     if not options.recompute:
         return by(chosen(), observe)
     found = by(chosen(smallest=False), observe)
