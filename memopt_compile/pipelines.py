@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -43,27 +44,30 @@ from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.update_early import UpdateEarly
 from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
+from .planner import GAP
 from .rematerialization import Means
 from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
+ANY = 2**62  # bytes, as a limit
 NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 
 
 def default(options: Options, lowering: str, limit_bytes: int | None = None,
             device: torch.device | None = None, free: bool = True, smallest: bool = True,
-            formats: Mapping[str, str] = NO_FORMATS) -> tuple[StepPass, ...]:
+            formats: Mapping[str, str] = NO_FORMATS, at_most: float = math.inf) -> tuple[StepPass, ...]:
     """The passes that `options` ask for. Read it as the story of what happens to a step.
 
     `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what
-    runs again; with `smallest` a plan is taken even if none fits. `formats` by an activation's name are
-    offered in place of "int4 outliers".
+    runs again; with `smallest` a plan is taken even if none fits, and none that adds more than `at_most`
+    seconds. `formats` by an activation's name are offered in place of "int4 outliers".
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error,
                   tuple(sorted(formats.items())), options.offload, options.partition_activations)
-    plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs)
+    plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs,
+                   at_most=at_most)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -134,6 +138,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     return tuple(make() for wanted, make in story if wanted)
 
 
+Observer = Callable[[str, StepGraph], None]
 Heads = dict[tuple[StepPass, ...], tuple[StepGraph, tuple["PassRecord", ...]]]
 
 
@@ -144,39 +149,57 @@ def rewritten(
     workspace: Workspace,
     limit_bytes: int | None = None,
     device: torch.device | None = None,
-    observe: Callable[[str, StepGraph], None] | None = None,
+    observe: Observer | None = None,
     formats: Mapping[str, str] = NO_FORMATS,
     heads: Heads | None = None,
 ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
     What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
-    at once, and the planner does not take them back. Then all of it is left to the planner. If nothing
-    fits either way, the smaller peak of both is taken.
+    at once, and the planner does not take them back. So all of it is left to the planner too, and of the
+    two ways the one that adds less time is taken, or else a smaller limit could have the faster step. If
+    nothing fits either way, the smaller peak of both is taken.
 
     Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
     lowering, has what these passes have made of it, for other plans.
     """
-    apply = partial(run, costs=workspace, workspace=workspace, observe=observe)
     chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
     if limit_bytes is None:
-        return step, apply(step, chosen())
-    heads, found = {} if heads is None else heads, []
-    ways = ((True, False), (False, True), (True, True)) if options.recompute else ((True, True),)
-    for free, smallest in ways:
-        passes = chosen(free=free, smallest=smallest)
+        return step, run(step, chosen(), workspace, workspace, observe)
+    heads = {} if heads is None else heads
+
+    def by(passes: Sequence[StepPass], observe: Observer | None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
         knows = next(i for i, each in enumerate(passes) if getattr(each, "peak_bytes", None) is not None)
-        head = passes[:knows]
+        head = tuple(passes[:knows])
         if head not in heads:
             twin = step.copy()
-            heads[head] = twin, apply(twin, head)
+            heads[head] = twin, run(twin, head, workspace, workspace, observe)
         twin, records = heads[head][0].copy(), heads[head][1]
-        records += apply(twin, passes[knows:])
-        peak = timeline(twin, workspace).peak_bytes
-        found.append((peak, twin, records))
-        if peak <= limit_bytes:
-            break
-    return min(found, key=lambda each: each[0])[1:]
+        return twin, records + run(twin, passes[knows:], workspace, workspace, observe)
+
+    def peak(found: tuple[StepGraph, Any]) -> int:
+        return timeline(found[0], workspace).peak_bytes
+
+    if lowering == "eager":  # a step may fit only once it writes into dead buffers, which no plan foresees
+        found = by(default(options, lowering, ANY, device, formats=formats), observe)
+        if peak(found) <= limit_bytes:
+            return found
+    if not options.recompute:
+        return by(chosen(), observe)
+    found = by(chosen(smallest=False), observe)
+    if peak(found) > limit_bytes:
+        tight = by(chosen(free=False), observe)
+        return tight if peak(tight) <= limit_bytes else min(found, tight, by(chosen(), observe), key=peak)
+    plan, changed = found[0].plan, {r.name for r in found[1] if r.op_changes}
+    if plan is None or not plan.seconds or RematerializeFree.name not in changed:
+        return found
+    # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
+    faster = chosen(free=False, smallest=False, at_most=plan.seconds * (1 - GAP))
+    rival, _ = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
+    if rival.plan is None and peak((rival, ())) > limit_bytes:
+        return found
+    rival = by(faster, observe)
+    return rival if peak(rival) <= limit_bytes else by(chosen(smallest=False), observe)
 
 
 def behind_compression(options: Options, lowering: str, limit_bytes: int,
@@ -191,7 +214,7 @@ def run(
     passes: Sequence[StepPass],
     costs: Any = None,
     workspace: Workspace | None = None,
-    observe: Callable[[str, StepGraph], None] | None = None,
+    observe: Observer | None = None,
 ) -> tuple[PassRecord, ...]:
     """Run `passes` over `step` in place, verifying it before the first and after each.
 

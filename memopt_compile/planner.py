@@ -41,6 +41,7 @@ simulation, not by the model. HiGHS (through scipy) proves the gap of its last s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,14 +77,16 @@ class Solution:
     packed: Mapping[int, Packed] = field(default_factory=dict)
 
 
-def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int]) -> Solution | None:
+def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
+             at_most: float = math.inf) -> Solution | None:
     """The fastest choice with a transient peak of at most `limit_bytes`; None if none was found.
 
-    `groups` has a number for each operation: those of one number are decided together.
+    `groups` has a number for each operation: those of one number are decided together. A choice that
+    adds more than `at_most` seconds is of no use.
     """
     if max(problem.live, default=0) <= limit_bytes:
         return Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model, slack = _Model(problem, groups), dict.fromkeys(_positions(problem), 0)
+    model, slack = _Model(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
     rough = _nearest(model, limit_bytes, slack, COARSE)
     if rough is None or rough.peak_bytes > limit_bytes:
         return None
@@ -192,7 +195,7 @@ class _Model:
     each value, a d for each if any format is lossy; the peak; and an a or b for each operation or
     value and position that a chain can reach."""
 
-    def __init__(self, problem: Problem, groups: Sequence[int]):
+    def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf):
         self.problem = problem
         columns: dict[Any, int] = {}
 
@@ -224,6 +227,9 @@ class _Model:
         self._available()
         if lossy:
             self._differences()
+        self.total = sum(o.seconds for o in problem.operations) or 1.0
+        if at_most < math.inf:
+            self.rows.add(-at_most / self.total, ((-share, column) for share, column in self._shares()))
         latest = latest_runs(problem.values, problem.operations)
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
@@ -260,17 +266,24 @@ class _Model:
         packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
         return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
 
+    def _shares(self) -> Iterator[tuple[float, int]]:
+        """The seconds of each r and c, as a share of those of all operations; once for each operation."""
+        for operation, r in zip(self.problem.operations, self.run):
+            if r is not None:
+                yield operation.seconds / self.total, r
+        for ways in self.pack:
+            for c, packed in ways.items():
+                yield packed.seconds / self.total, c
+
     def _objective(self, cost: np.ndarray, for_peak: bool) -> None:
         """Seconds, as a share of all; or the peak, and seconds only where peaks are equal. Of formats
         that are equal in this the one with the smaller error is taken."""
-        total = sum(o.seconds for o in self.problem.operations) or 1.0
         weight = 1e-4 if for_peak else 1.0
-        for operation, r in zip(self.problem.operations, self.run):
-            if r is not None:
-                cost[r] += operation.seconds / total * weight
+        for share, column in self._shares():
+            cost[column] += share * weight
         for ways in self.pack:
             for c, packed in ways.items():
-                cost[c] += (packed.seconds / total + TINY * packed.error) * weight
+                cost[c] += TINY * packed.error * weight
         cost[self.peak] = 1.0 if for_peak else 1e-6
 
     def _available(self) -> None:

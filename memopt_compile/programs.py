@@ -1,7 +1,8 @@
 """From a captured step to a program whose peak fits: passes, budget, lowering.
 
-A plan is made for the schedule; what its lowering then needs is known exactly before anything runs,
-and where that is over the budget the step is planned again for as much less.
+A plan is made for the schedule; what its lowering then needs is known exactly before anything runs.
+Where that is over the budget the step is planned again for less, by rungs of a ladder that is the same for
+all budgets: what a budget could take, a larger one comes by first, so that no smaller one has a faster step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .backends import eager, inductor
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
-from .liveness import resident_bytes, timeline
+from .liveness import Timeline, resident_bytes, timeline
 from .options import format_bytes
 from .records import Compilation, captured_only
 from .replaying import Replayed
@@ -28,7 +29,9 @@ from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
 
 log = logging.getLogger("memopt_compile")
-RETRIES = 3  # plans for a step whose lowered peak is above the budget
+RUNGS = 100  # that the transient peak of the captured step is divided in
+TRIES = 10  # for a step whose lowered peak is above the budget
+NEAR = 4  # rungs: how much the excess may be without one being left out
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -87,17 +90,32 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
     """The program of `captured` that is planned for `limit` bytes of peak, if that is possible.
 
     Inductor allocates a little otherwise than the schedule says: how much, only its code tells. And
-    what looks at activations has some bytes of its own.
+    what looks at activations has some bytes of its own. If nothing fits, `record` and the program are
+    those with the smallest peak.
     """
-    planned = limit
-    for _ in range(1 + RETRIES):
+    resident = record.before.resident_bytes
+    rung = max(1, (record.before.peak_bytes - resident) // RUNGS)
+
+    def down(limit: int) -> int:
+        return limit - (limit - resident) % rung
+
+    smallest: tuple[Program, StepGraph, Timeline, tuple] | None = None
+    planned = limit if record.lowering == "eager" else down(limit)  # eager runs what is planned
+    for attempt in range(1 + TRIES):
         program = _program(captured, record, planned, formats)
-        excess = program.peak_bytes - limit
-        if excess <= 0 or program.plan and not program.plan.fits:
+        if program.peak_bytes <= limit:
+            return program
+        if smallest is None or program.peak_bytes < smallest[0].peak_bytes:
+            smallest = program, record.step, record.after, record.passes
+        if program.plan and not program.plan.fits:
             break
-        planned = min(planned, record.after.peak_bytes) - excess  # an arena is above what was planned
-        log.info("%s: %s over the budget once lowered, planning again", record.where,
-                 format_bytes(excess))
+        excess = program.peak_bytes - limit
+        log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
+        # The same schedule would come of a rung that it is below already. (With an arena it is above.)
+        lower = min(planned, record.after.peak_bytes) - max(1, excess - NEAR * rung)
+        planned = down(lower) if attempt < TRIES - 1 else resident
+    program, record.step, record.after, record.passes = smallest
+    record.predicted_peak_bytes = program.peak_bytes
     return program
 
 

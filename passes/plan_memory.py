@@ -5,7 +5,7 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
 `recompute`, `compress`, `partition_activations` and `offload` do what it says.
 
 1. A step that fits gets no plan.
-2. Of the plans that fit the fastest by `seconds` is taken.
+2. Of the plans that fit the fastest by `seconds` is taken, if it adds no more than `at_most`.
 3. Where none fits, the plan with the smallest peak that was found is taken, unless another pass is
    to be tried first (`or_smallest`); whether it is enough once the other passes are done is for the
    budget's owner to judge.
@@ -19,6 +19,7 @@ Memory and numbers: as before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ class PlanMemory(StepPass):
     means: Means = ALL_EXACT
     or_smallest: bool = True
     costs: str = "roofline"
+    at_most: float = math.inf
 
     def requires(self, step: StepGraph) -> str | None:
         if any(phase is Phase.BACKWARD for phase in step.phases.values()):
@@ -60,7 +62,7 @@ class PlanMemory(StepPass):
         seconds = cost_model(self.costs, self.device)
         found = problem(step, seconds, costs, self.means)
         together = groups(found)
-        chosen = planner.cheapest(found, limit, together)  # rule 2
+        chosen = planner.cheapest(found, limit, together, self.at_most)  # rule 2
         if chosen is None and self.or_smallest:  # rule 3
             chosen = planner.smallest(found, together)
         if chosen is not None:

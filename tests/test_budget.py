@@ -102,6 +102,15 @@ def test_kept_exactly_and_bit_by_bit_with_dropout(free, share):
     assert any("models.py" in (d.line or "") for d in found.plan.decisions)
 
 
+def test_a_step_that_fits_is_left_alone():
+    """Down to its own peak, which it has once it writes into dead buffers."""
+    step, args, _ = make(dropout=0.0, layers=1)
+    peak = memopt.explain(step, *args, lowering="eager").predicted_peak_bytes
+    fits, less = memopt.explain(step, *args, lowering="eager", memory_budget=[peak, peak - 1]).points
+    assert fits.peak_bytes == peak and not fits.seconds
+    assert less.peak_bytes < peak and less.seconds > 0
+
+
 def test_a_refusal_names_the_smallest_peak_and_that_one_works():
     _, _, report = trained(None, layers=1)
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:

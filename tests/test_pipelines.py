@@ -155,12 +155,16 @@ class Adding(nn.Module):
         return x + self.norm(nn.functional.softplus(self.linear(x)))
 
 
-def test_what_is_free_gives_way_to_a_tight_budget():
+def adding(*front):
     """Layers that add to their input: the chain of sums can run again for free, and is then whole at the
     beginning of backward."""
-    step = training_step(nn.Sequential(*(Adding() for _ in range(6)), nn.Linear(32, 4)).double(),
-                         batch=512, lowering="inductor")
-    costs, options, device = workspace(step, "inductor"), Options(), torch.device("cpu")
+    layers = [*front, *(Adding() for _ in range(2 if front else 6)), nn.Linear(32, 4)]
+    step = training_step(nn.Sequential(*layers).double(), batch=512, lowering="inductor")
+    return step, workspace(step, "inductor")
+
+
+def test_what_is_free_gives_way_to_a_tight_budget():
+    (step, costs), options, device = adding(), Options(), torch.device("cpu")
     before = timeline(step, costs)
     limit = before.resident_bytes + 6 * (before.peak_bytes - before.resident_bytes) // 10
     free = step.copy()
@@ -169,6 +173,21 @@ def test_what_is_free_gives_way_to_a_tight_budget():
     found, records = pipelines.rewritten(step, options, "inductor", costs, limit, device)
     assert found.plan.fits and timeline(found, costs).peak_bytes <= limit
     assert "rematerialize_free" not in {r.name for r in records}
+
+
+def test_what_is_free_gives_way_to_what_is_faster():
+    """The limit can be kept beside what is free too. `observe` is told last of the passes that are taken."""
+    step, costs = adding(*(m for _ in range(2) for m in (nn.Linear(32, 32), nn.Tanh())))
+    options, device, before, seen = Options(), torch.device("cpu"), timeline(step, costs), {}
+    limit = before.resident_bytes + 9 * before.transient_peak_bytes // 10
+    free = step.copy()
+    pipelines.run(free, pipelines.default(options, "inductor", limit, device), costs=costs, workspace=costs)
+    assert free.plan.fits and timeline(free, costs).peak_bytes <= limit
+    found, records = pipelines.rewritten(step, options, "inductor", costs, limit, device,
+                                         lambda name, step: seen.update({name: step.plan}))
+    assert found.plan.seconds < free.plan.seconds and timeline(found, costs).peak_bytes <= limit
+    assert "rematerialize_free" not in {r.name for r in records}
+    assert seen["plan_memory"] is seen["schedule_for_peak"] is found.plan
 
 
 def test_plans_of_one_step_share_the_passes_that_no_limit_changes():

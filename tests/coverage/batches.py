@@ -1,17 +1,19 @@
 """The largest batch within the bytes that an eager step needs for a small one, as a table.
 
-    python tests/coverage/batches.py [--only NAME ...]
+    python tests/coverage/batches.py [--only NAME ...] [--compress int4]
 
-For each model of `budget.py`: eager as it is, eager with a checkpoint around every layer (both by
-the measured peak of a step), and memopt with these bytes as its budget, by plans; the last is then
-trained for two steps and measured. Batches are multiples of a quarter of the small one.
+For each model of `budget.py`: eager with a checkpoint around every layer, by the measured peak of a
+step; and memopt with these bytes as its budget, by plans, whose largest batch is then trained for two
+steps and measured. Batches are multiples of a quarter of the small one.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import budget
 import torch
@@ -20,9 +22,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt_compile as memopt
-from memopt_compile.fitting import fit, resized
+from memopt_compile.fitting import resized
 
-HEAD = ("model", "bytes, MiB", "eager", "checkpoints", "memopt", "of checkpoints", "with int4", "measured, MiB")
+HEAD = ("model", "bytes, MiB", "eager", "checkpoints", "memopt", "of eager", "of checkpoints", "measured, MiB",
+        "added, ms")
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -45,47 +48,52 @@ def eager_peak(name: str, batch: int, checkpoints: bool) -> int:
     return memopt.measure(step, *args).peak_bytes
 
 
-def largest(peak: Callable[[int], int], unit: int, limit: int) -> int:
-    """The largest multiple of `unit` whose peak is at most `limit`."""
-    low, high = 0, 1
-    while peak(high * unit) <= limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak(middle * unit) <= limit else (low, middle)
+def largest(peak: Callable[[int], int], unit: int, limit: int, first: int) -> int:
+    """The largest multiple of `unit` whose peak is at most `limit`, tried from `first` on."""
+    low, high, units = 0, None, max(1, first // unit)
+    while high is None or high - low > 1:
+        size = peak(units * unit)
+        print(f"batch {units * unit}: {budget.mib(size)} MiB", file=sys.stderr, flush=True)
+        if size <= limit:
+            low = units
+        else:
+            high = units
+        units = (low + high) // 2 if high and low else high // 2 if high else low + max(1, low // 4)
     return low * unit
 
 
-def row(name: str) -> list[str]:
+def row(name: str, compress: str | None) -> list[str]:
+    options: dict[str, Any] = {"lowering": "eager", "compress": compress}
+
+    def planned_peak(batch: int) -> int:
+        step, args, _ = budget.make_step(name)
+        args = resized(args, args[0].shape[0], batch)
+        return memopt.explain(step, *args, memory_budget=[limit], **options).points[0].peak_bytes
+
     step, args, _ = budget.make_step(name)
-    unit, limit = args[0].shape[0] // 4, eager_peak(name, args[0].shape[0], False)
-    batches = [largest(partial(eager_peak, name, checkpoints=c), unit, limit) for c in (False, True)]
-    ways = []
-    for compress in (None, "int4"):
-        options = {"lowering": "eager", "compress": compress}
-        step, args, _ = budget.make_step(name)
-        found = fit(step, args, limit, multiple_of=unit, budgeted=True, progress=print, **options)
-        ways.append(found.batch)
-        step, args, _ = budget.make_step(name)
-        compiled = memopt.compile(step, memory_budget=limit, **options)
-        for _ in range(2):
-            compiled(*resized(args, args[0].shape[0], found.batch))
-        measured = memopt.report(compiled).measured_peak_bytes
-        assert measured <= limit, (name, measured, limit)
-        ways.append(measured)
-    exact, first, few_bits, second = ways
-    return [name, budget.mib(limit), *map(str, batches), f"{exact}", f"{exact / batches[1]:.2f}",
-            f"{few_bits}", f"{budget.mib(first)}, {budget.mib(second)}"]
+    given = args[0].shape[0]
+    limit = eager_peak(name, given, False)
+    checkpoints = largest(partial(eager_peak, name, checkpoints=True), given // 4, limit, given)
+    ours = largest(planned_peak, given // 4, limit, checkpoints)
+    step, args, _ = budget.make_step(name)
+    compiled = memopt.compile(step, memory_budget=limit, **options)
+    for _ in range(2):
+        compiled(*resized(args, given, ours))
+    report = memopt.report(compiled)
+    added = 1e3 * report.plan.seconds if report.plan else 0.0
+    return [name, budget.mib(limit), f"{given}", f"{checkpoints}", f"{ours}", f"{ours / given:.2f}",
+            f"{ours / checkpoints:.2f}", budget.mib(report.measured_peak_bytes), f"{added:.0f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(budget.MODELS), choices=list(budget.MODELS))
+    parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = []
     for name in options.only:
-        table.append(row(name))
+        table.append(row(name, options.compress))
         print(tabulate(table, HEAD, tablefmt="github", disable_numparse=True), flush=True)
 
 

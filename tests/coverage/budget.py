@@ -1,6 +1,6 @@
 """Budgets kept: models trained under ten budgets each, measured beside predicted, as a table.
 
-    python tests/coverage/budget.py [--only NAME ...] [--lowering eager]
+    python tests/coverage/budget.py [--only NAME ...] [--lowering eager] [--shares 0.95 ...]
     python tests/coverage/budget.py --least [--compress int4]
                                                   the smallest peak of a Llama-like stack
     python tests/coverage/budget.py --checkpoint [--compress int4]
@@ -18,7 +18,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,14 +136,14 @@ def train(name: str, budget: int | None, lowering: str,
     return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
 
 
-def rows(name: str, lowering: str) -> Iterator[list[str]]:
+def rows(name: str, lowering: str, shares: Iterable[float]) -> Iterator[list[str]]:
     """One row for each budget, from the largest, as it is measured."""
     free, expected = train(name, None, lowering)
     resident = free.resident_bytes
     beyond = free.measured_peak_bytes - resident
     yield [name, "none", "", mib(free.predicted_peak_bytes), mib(free.measured_peak_bytes), "", "", ""]
     before = None
-    for share in SHARES:
+    for share in sorted(shares, reverse=True):
         budget = resident + int(share * beyond)
         try:
             report, got = train(name, budget, lowering)
@@ -247,10 +247,11 @@ def difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) 
     return max(float((p - got[k]).abs().max() / p.abs().max()) for k, p in expected.items())
 
 
-def in_processes(script: str, names: list[str], lowering: str) -> Iterator[list[list[str]]]:
+def in_processes(script: str, names: list[str], lowering: str,
+                 more: Iterable[str] = ()) -> Iterator[list[list[str]]]:
     """The rows that `script --one NAME` prints for each name, in a process of its own; on stderr at once."""
     for name in names:
-        command = [sys.executable, script, "--one", name, "--lowering", lowering]
+        command = [sys.executable, script, "--one", name, "--lowering", lowering, *more]
         found = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in filter(lambda line: "\t" in line, process.stdout or ()):
@@ -265,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
     parser.add_argument("--least", action="store_true")
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     parser.add_argument("--checkpoint", action="store_true")
@@ -279,11 +281,12 @@ def main() -> None:
         gradients(options.only, options.lowering)
         return
     if options.one:
-        for row in rows(options.one, options.lowering):
+        for row in rows(options.one, options.lowering, options.shares):
             print("\t".join(row), flush=True)
         return
     table = []
-    for found in in_processes(__file__, options.only, options.lowering):
+    for found in in_processes(__file__, options.only, options.lowering,
+                              ["--shares", *map(str, options.shares)]):
         table += found
         print(tabulate(found, HEAD, tablefmt="github", disable_numparse=True), flush=True)
     kept = [row[5] for row in table if row[2]]
