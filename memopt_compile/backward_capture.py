@@ -49,7 +49,7 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     result = original(self, tx, gradient, retain_graph, create_graph, inputs)
     with compat.traced_without_grad(tx):
         for variable in rounded:
-            grad = variable.var_getattr(tx, "grad")
+            grad = compat.gradient(tx, variable)
             if isinstance(grad, compat.TensorVariable) and not isinstance(compat.fake_value(grad), LowPrecisionTensor):
                 compat.VariableTracker.build(tx, keep_in_8_bits).call_function(tx, [variable], {})
     return result
