@@ -4,7 +4,7 @@
 
 Q is the linear format of 8 bits, in groups of the parameter's size and with its rounding. The sum is in
 the optimizer's state, filled by `accumulate`, or with `accumulate_in_backward` it is `.grad` itself, a
-`LowPrecisionTensor`: autograd adds to it in place, which encodes (`one_operator.add`).
+`LowPrecisionTensor`: autograd adds to it in place, which encodes (`one_operator`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,15 @@ class LowPrecisionGradients(Optimizer):
 
     keeps_gradients = True
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Add each gradient to the sum so far, and free it."""
+        if any(isinstance(p.grad, LowPrecisionTensor) for group in self.param_groups for p in group["params"]):
+            raise self.error("accumulate() of gradients that accumulate_in_backward() keeps in .grad",
+                             "leave accumulate() out, and call zero_grad() behind step()")
+        self._accumulate()
+
+    @torch.no_grad()
+    def _accumulate(self) -> None:
         self._init_groups()
         for group in self.param_groups:
             for p in group["params"]:
@@ -122,7 +128,7 @@ class LowPrecisionGradients(Optimizer):
             write(state, GRADIENT, total, p, slab, formats)
 
     def _step(self) -> None:
-        self.accumulate()
+        self._accumulate()
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
@@ -177,8 +183,8 @@ def gradient_in_8_bits(p: Tensor, grad: Tensor) -> Tensor:
 
 def _rounded(func: Any, p: LowPrecisionTensor, grad: Tensor) -> LowPrecisionTensor:
     form = beside(GRADIENT, LINEAR[8], p)
-    # No two steps draw the same, however many micro-batches they have: the counts of 16 bits that
-    # neighbouring steps begin at are as far apart as can be.
+    # Of 16 bits of the count: neighbouring steps begin far apart, and so the micro-batches of one do not
+    # draw what those of the other do.
     draws = p.draws * 40503
     parts = quantize(grad, draws, form.map, form.bits, form.block, form.seed, form.first)
     return LowPrecisionTensor([*parts, draws], form, p.shape, p.dtype)
