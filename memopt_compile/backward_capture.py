@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from . import compat
+from .optim.gradients import keep_in_8_bits, round_gradient, rounds
+from .quantization.parameters import LowPrecisionTensor
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -40,22 +42,32 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         # Order of first use as a graph input: the order in which eager would list parameters.
         position = {id(node): i for i, node in enumerate(tx.output.graph.nodes)}
         variables.sort(key=lambda v: position.get(id(v.as_proxy().node), 0))
-        for variable in variables:
-            _refuse_hooks(compat.real_value(tx, variable))
-            # A hook registered later has to be noticed: the graph would run past it.
-            compat.guard_value(variable.source, _hookless,
-                               f"no gradient hook on {compat.source_name(variable.source)}")
         inputs = compat.list_variable(variables)
-    return original(self, tx, gradient, retain_graph, create_graph, inputs)
+    given = inputs.realize()
+    given = [v.realize() for v in (given.items if isinstance(given, compat.BaseListVariable) else [given])]
+    rounded = [v for v in given if v.source is not None and _rounds(compat.real_value(tx, v), v.source)]
+    result = original(self, tx, gradient, retain_graph, create_graph, inputs)
+    with compat.traced_without_grad(tx):
+        for variable in rounded:
+            grad = compat.gradient(tx, variable)
+            if isinstance(grad, compat.TensorVariable) and not isinstance(compat.fake_value(grad), LowPrecisionTensor):
+                compat.VariableTracker.build(tx, keep_in_8_bits).call_function(tx, [variable], {})
+    return result
 
 
-def _hookless(leaf: Any) -> bool:
-    return not (isinstance(leaf, Tensor)
-                and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks))
+def _rounds(leaf: Any, source: Any) -> bool:
+    """Whether the hooks of a leaf round its gradient; the step is traced again once they are others."""
+    known = isinstance(leaf, Tensor) and rounds(leaf)
 
+    def as_now(leaf: Any) -> bool:
+        return not isinstance(leaf, Tensor) or not leaf._backward_hooks and all(
+            hook is round_gradient for hook in (leaf._post_accumulate_grad_hooks or {}).values()
+        ) and rounds(leaf) is known
 
-def _refuse_hooks(leaf: Any) -> None:
-    if not _hookless(leaf):
+    if leaf is not None and not as_now(leaf):
         compat.break_graph(
             "a parameter has a gradient hook", "hooks on parameters do not run inside the graph",
             "remove the hook, or apply the same change to p.grad between backward and step")
+    # A hook registered later has to be noticed: the graph would run past it.
+    compat.guard_value(source, as_now, f"no gradient hook on {compat.source_name(source)}")
+    return known

@@ -116,6 +116,13 @@ def pending_gradient(tx: Any, real_parameter: torch.Tensor) -> bool:
     return real_parameter.grad is not None
 
 
+def gradient(tx: Any, variable: Any) -> Any:
+    """``.grad`` of a tensor variable at this point of the trace. (What is pending 2.11 keeps for itself.)"""
+    effects = tx.output.side_effects
+    pending = effects.has_pending_mutation_of_attr(variable, "grad")
+    return effects.load_attr(variable, "grad") if pending else variable.var_getattr(tx, "grad")
+
+
 def replaced_gradients(output: Any) -> dict[str, Any]:
     """Leaves whose ``.grad`` the traced frame sets, by the source of the leaf."""
     found = {}

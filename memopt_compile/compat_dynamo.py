@@ -154,10 +154,14 @@ def tracing_scope(
     def tensor_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
         # torch 2.13 writes a source onto what it finds here, also when that is the shared
         # constant None (`p.grad` after it was set to None): a later frame of the process
-        # then "finds" its own None in this frame's locals.
+        # then "finds" its own None in this frame's locals. And onto what the frame has put there, which
+        # would then be read from there at its end, where it has not been put yet.
+        effects = tx.output.side_effects
+        put = name == "grad" and effects.has_pending_mutation_of_attr(self, name)
+        source = effects.load_attr(self, name).source if put else None
         result = original(self, tx, name)
-        if isinstance(result, ConstantVariable) and result is ConstantVariable.create(result.value):
-            result.source = None
+        if put or isinstance(result, ConstantVariable) and result is ConstantVariable.create(result.value):
+            result.source = source
         return result
 
     def call_builtin(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import compat, compat_loop
+from .quantization.parameters import LowPrecisionTensor, register
 
 TRACED = 3  # the first, and two that are compared
 
@@ -39,6 +40,8 @@ def loop_state(tensors: list[Tensor], loop: int, index: int) -> Tensor:
 micro_batch.register_fake(
     lambda chunk, loop, index, n: chunk.new_empty_strided(chunk.shape, chunk.stride()))
 loop_state.register_fake(lambda tensors, loop, index: torch.empty(0))
+register(torch.ops.memopt.loop_state, lambda func, tensors, *place: func(
+    [part for t in tensors for part in (t.parts if isinstance(t, LowPrecisionTensor) else [t])], *place))
 torch.fx.node.has_side_effect(torch.ops.memopt.loop_state.default)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..quantization.formats import Linear
 from ..quantization.parameters import LowPrecisionTensor, register
-from .low_bit import GRADIENT
+from .low_bit import DRAWS, GRADIENT, OF_STATES
 
 ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
@@ -46,6 +46,8 @@ def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: di
           group: Mapping[str, Any], changes: Sequence[str] | None = None, moves: bool = True) -> None:
     """``optimizer.method(p, grad, state, group)`` by the operator. It `changes` these states, by default
     all but a kept gradient, which is read where `grad` is None; and with `moves` the parameter."""
+    if isinstance(grad, LowPrecisionTensor) and group["gradient_bits"] == 32:
+        grad = grad.dequantize()  # of an optimizer that keeps no gradients
     kept = [state[name] for name in KEPT if name in state] if grad is None else []
     names = [name for name in changes or state if isinstance(state.get(name), Tensor)
              and (changes or name not in (*KEPT, STEP))]
@@ -130,14 +132,33 @@ def _(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor], *rest: A
     return [torch.empty_like(t) for t in (*parameter, *state)]
 
 
-def _of_parts(func: Any, parameter: list[Tensor], *rest: Any) -> list[Tensor]:
-    """The operator of a parameter is that of its parts."""
+def _of_parts(func: Any, parameter: list[Tensor], grad: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The operator of a parameter is that of its parts, as is that of a gradient in few bits."""
+    if grad and isinstance(grad[0], LowPrecisionTensor):
+        grad = grad[0].parts[:-1]
     p, = parameter
-    new = func(p.parts, *rest)
+    new = func(p.parts, grad, *rest)
     return [p.like_this(new[:len(p.parts)]), *new[len(p.parts):]]
 
 
 register(torch.ops.memopt.quantized_update, _of_parts)
+
+
+def _add(func: Any, total: Tensor, value: Tensor, alpha: float = 1) -> Tensor:
+    """``total.add_(value)``. To 8 bits by `ADD`, as autograd adds to a gradient, else as any operator."""
+    if not (isinstance(total, LowPrecisionTensor) and total.form.bits == 8 and alpha == 1
+            and type(value) is not LowPrecisionTensor and value.shape == total.shape):
+        return LowPrecisionTensor.in_full_precision(func, (total, value), {"alpha": alpha})
+    seed = -1 if total.form.seed is None else total.form.seed ^ OF_STATES[GRADIENT]
+    new = torch.ops.memopt.quantized_update(
+        [], [value], total.parts, f"SGD {ADD}", f"{' '.join(KEPT)} {DRAWS}", "state_bits gradient_bits maximize first",
+        [8, 8, 0, 0], [], [8, total.form.block, seed, total.form.first, *total.shape], total.dtype)
+    for part, made in zip(total.parts, new):
+        part.copy_(made)
+    return total
+
+
+register(torch.ops.aten.add_, _add)
 
 QUANTIZED_UPDATE = torch.ops.memopt.quantized_update.default
 QUANTIZED_UPDATE_ = torch.ops.memopt.quantized_update_.default

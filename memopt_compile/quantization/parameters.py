@@ -89,6 +89,11 @@ class LowPrecisionTensor(Tensor):
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
             return special(func, *args, **kwargs)
+        return cls.in_full_precision(func, args, kwargs)
+
+    @classmethod
+    def in_full_precision(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator of such tensors, decoded, and encoded again if it has written to them."""
         written = _written(func, args, kwargs)
         values: dict[int, Tensor] = {}  # a tensor that is given twice is decoded once
 

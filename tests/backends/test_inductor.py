@@ -207,6 +207,28 @@ def test_one_channel_reaches_a_convolution_as_it_was_traced():
     assert call.count("= empty_strided_cpu(") == 1
 
 
+@torch.library.custom_op("memopt_tests::write", mutates_args=("into",))
+def write(into: list[Tensor]) -> None:
+    for each in into:
+        each.fill_(-1)
+
+
+def test_what_reads_an_input_is_computed_before_an_operator_writes_to_it():
+    """As a parameter is decoded for backward, then updated where it is, and then the product is taken."""
+    def product(parameter: Tensor, x: Tensor) -> tuple[Tensor]:
+        decoded = (parameter * 2).view(8, 8)
+        write([parameter])
+        return (x @ decoded,)
+
+    given = torch.randn(64), torch.randn(4, 8)
+    expected, = product(given[0].clone(), given[1])
+    with inductor_config.patch(force_disable_caches=True):
+        made, _ = compat_inductor.compile_graph(make_fx(product, tracing_mode="fake")(*given))
+    (got,) = made(list(given))
+    torch.testing.assert_close(got, expected)
+    assert bool((given[0] == -1).all())
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)

@@ -1,13 +1,14 @@
 """Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
 
     python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--steps N]
-                                  [--micro-batches 1 4 8 16]
+                                  [--micro-batches 1 4 8 16] [--lowering inductor]
 
 Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
 has its accuracy on the held-out images; the GPT by AdamW, and a row has its held-out loss. With N
 micro-batches each is as large as the whole batch with one, and steps are as many fewer. "bins" is the
 mean of |θ_t − θ_(t−1)|/δ over the largest parameter and the last quarter of the steps: of how many of
-its steps an element is moved at a time.
+its steps an element is moved at a time. With `--lowering` steps are captured whole, and gradients in 8 bits
+add up in `.grad`; without it they run in eager, and add up in the optimizer's state.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Plays:
         return statistics.mean(float(self.loss(model, x, y)) for x, y in self.test)
 
 
-def train(task, way, seed, steps, micro_batches):
+def train(task, way, seed, steps, micro_batches, lowering=None):
     """(held-out result, bins)."""
     torch.manual_seed(seed)
     model = task.model()
@@ -98,15 +99,25 @@ def train(task, way, seed, steps, micro_batches):
         opt, lambda i: min(1.0, (i + 1) / 20) * (1 - i / updates))
     generator = torch.Generator().manual_seed(seed)
     largest, bins = max(model.parameters(), key=lambda p: p.numel()), []
-    for i in range(updates):
-        for _ in range(micro_batches):
-            task.loss(model, *task.batch(generator)).div(micro_batches).backward()
-            if way is not None:
+    if lowering and way is not None:
+        opt.accumulate_in_backward()
+
+    def step(*batches):
+        for x, y in batches:
+            task.loss(model, x, y).div(micro_batches).backward()
+            if way is not None and not lowering:
                 opt.accumulate()
-        counted = way is not None and i >= updates * 3 // 4
-        before = largest.detach().dequantize() if counted else None
         opt.step()
         opt.zero_grad()
+
+    run = step
+    if lowering:
+        torch._dynamo.reset()
+        run = torch.compile(step, backend="memopt", options={"lowering": lowering})
+    for i in range(updates):
+        counted = way is not None and i >= updates * 3 // 4
+        before = largest.detach().dequantize() if counted else None
+        run(*(task.batch(generator) for _ in range(micro_batches)))
         schedule.step()
         if counted:
             step = largest.scales.mean() / largest.form.largest
@@ -121,13 +132,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], metavar="N")
+    parser.add_argument("--lowering", choices=("eager", "inductor"))
     given = parser.parse_args()
     task = Images() if given.model == "resnet" else Plays()
     steps = given.steps or task.steps
     print(f"{given.model}, {steps} batches\n\n| N | way | mean | each seed | bins |\n|---|---|---|---|---|")
     for n in given.micro_batches:
         for name in given.only:
-            found = [train(task, WAYS[name], seed, steps, n) for seed in range(given.seeds)]
+            found = [train(task, WAYS[name], seed, steps, n, given.lowering) for seed in range(given.seeds)]
             results = [result for result, _ in found]
             print(f"| {n} | {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
                   f"{statistics.mean(b for _, b in found):.4f} |", flush=True)

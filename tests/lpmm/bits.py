@@ -3,8 +3,9 @@
     python tests/lpmm/bits.py [--layers 24] [--width 512] [--lowering eager]
 
 Equal linear layers and one row of input, so that next to nothing is activations. Resident are
-parameters, states and gradients, scales and counts included, measured; only the gradients of full
-precision, which are there between micro-batches and not between steps, are added by their 32 bits.
+parameters, states and gradients, scales and counts included, measured; gradients in `.grad`, which are
+there between micro-batches and not between steps, are added: "in .grad" is an ordinary loop, of which
+`accumulate_in_backward` keeps the sum in 8 bits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ def sgdm(p, **bits):
 WAYS = {  # bits of parameters, optimizer, micro-batches
     "SGDM, 32/32/32": (32, lambda p: sgdm(p), 2),
     "SGDM, 12/8/8": (12, lambda p: sgdm(p, state_bits=8, gradient_bits=8), 2),
+    "SGDM, 12/8/8 in .grad": (12, lambda p: sgdm(p, state_bits=8, gradient_bits=8), 2),
     "SGDM, 12/-/8": (12, lambda p: sgdm(p, state_bits=8), 1),
     "AdamW, 32/32/32/32": (32, lambda p: optim.AdamW(p), 2),
     "AdamW, 8/8/8/8": (8, lambda p: optim.AdamW(p, state_bits=8, gradient_bits=8), 2),
+    "AdamW, 8/8/8/8 in .grad": (8, lambda p: optim.AdamW(p, state_bits=8, gradient_bits=8), 2),
     "AdamW, 8/-/8/8": (8, lambda p: optim.AdamW(p, state_bits=8), 1),
     "AdamA, 8/-/8/8": (8, lambda p: optim.AdamA(p, state_bits=8), 2),
 }
@@ -42,11 +45,14 @@ def bits(name: str, layers: int, width: int, lowering: str) -> tuple[float, floa
     if width_of != 32:
         memopt.quantize_parameters_(model, bits=width_of)
     opt = make(model.parameters())
+    kept = width_of == 32 or name.endswith("in .grad")
+    if name.endswith("in .grad"):
+        opt.accumulate_in_backward()
 
     def step(x):
         for some, in memopt.micro_batches(n, x):
             (model(some).square().mean() / n).backward()
-            if n > 1 and width_of != 32:
+            if n > 1 and not kept:
                 opt.accumulate()
         opt.step()
         opt.zero_grad()
@@ -56,8 +62,12 @@ def bits(name: str, layers: int, width: int, lowering: str) -> tuple[float, floa
     run(x)
     memory = memopt.measure(run, x, resident=(model, opt))
     count = sum(p.numel() for p in model.parameters())
-    kept = 32.0 if "32/32" in name else 0.0  # where gradients are kept, they are between micro-batches
-    return 8 * memory.resident_bytes / count + kept, 8 * memory.peak_bytes / count
+    gradient_bytes = 0
+    if kept:  # between micro-batches
+        model(x[:1]).square().mean().backward()
+        gradients = [p.grad for p in model.parameters()]
+        gradient_bytes = sum(part.nbytes for g in gradients for part in getattr(g, "parts", [g]))
+    return 8 * (memory.resident_bytes + gradient_bytes) / count, 8 * memory.peak_bytes / count
 
 
 def main() -> None:

@@ -137,34 +137,6 @@ def test_bits_of_all_model_memory():
     assert sum(b for name, b in bits.items() if "gradient" not in name) <= 20.1
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: optim.SGD(p, lr=0.05, momentum=0.9, state_bits=8, gradient_bits=8),
-    lambda p: optim.AdamW(p, lr=0.01, state_bits=8, gradient_bits=8)])
-def test_an_ordinary_loop_in_eager_adds_up_in_8_bits_too(make):
-    results = []
-    for ordinary in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(53, 40), nn.ReLU(), nn.Linear(40, 4))
-        memopt.quantize_parameters_(model, skip="2.bias")
-        opt = make(model.parameters())
-        handle = opt.accumulate_in_backward() if ordinary else None
-        for x in torch.randn(2, 3, 8, 53, generator=torch.Generator().manual_seed(1)):
-            for some in x:
-                model(some).square().mean().backward()
-                if ordinary:  # a parameter in full precision has its sum in .grad
-                    assert [p.grad is None for p in model.parameters()] == [True, True, True, False]
-                else:
-                    opt.accumulate()
-            opt.step()
-            opt.zero_grad()
-        if handle:
-            handle.remove()
-            model(some).square().mean().backward()
-            assert all(p.grad is not None for p in model.parameters())
-        results.append([part for p in model.parameters() for part in getattr(p, "parts", [p])])
-    assert all(map(torch.equal, *results))
-
-
 def test_slabs_store_what_the_whole_does(monkeypatch):
     from memopt_compile.optim import slabs
 
