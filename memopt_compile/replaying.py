@@ -132,8 +132,8 @@ class Replayed:
         try:
             with torch.cuda.graph(graph, pool=_pool(self.device), capture_error_mode="thread_local"):
                 made = self.run(list(held))
-        except RuntimeError as error:
-            return self._stop(f"PyTorch cannot record it: {str(error).splitlines()[0]}")
+        except Exception as error:  # nothing has run: whatever it was, the step can do without
+            return self._stop(f"PyTorch cannot record it: {(str(error) or repr(error)).splitlines()[0]}")
         grown = torch.cuda.memory_reserved(self.device) - before
         results = tuple(_Given.of(each, held) for each in made)
         if reason := self._too_much(results, held, grown):
@@ -147,9 +147,11 @@ class Replayed:
     def _too_much(self, results: tuple, held: list, grown: int) -> str | None:
         """Why the results cannot be copied, or the memory that the graph keeps does not fit."""
         made = [r for r in results if isinstance(r, Tensor)]
-        places = [t.untyped_storage().data_ptr() for t in (*made, *held) if isinstance(t, Tensor) and t.numel()]
-        if len(made) and len(set(places[:len(made)]) - set(places[len(made):])) < sum(1 for t in made if t.numel()):
-            return "a result shares memory with another or with an input"
+        taken = {t.untyped_storage().data_ptr() for t in held if isinstance(t, Tensor)}
+        for place in (t.untyped_storage().data_ptr() for t in made if t.numel()):
+            if place in taken:
+                return "a result shares memory with another or with an input"
+            taken.add(place)
         nbytes = sum(t.nbytes for t in made)
         if nbytes > max(RESULTS[0] * self.peak_bytes, RESULTS[1]):
             return (f"its results are {format_bytes(nbytes)}, and would be there twice: end the step with "
