@@ -124,6 +124,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (eager, ReuseBuffers),
         # What writes in place needs no buffer of its own: another order may be best now, and
         # that lets other buffers die in time to be written into.
+        (eager, ReleaseGradients),
         (eager, ScheduleForPeak),
         (eager, ReuseBuffers),
         # Copies to and from the host go on beside other work, as far as the budget has room.
