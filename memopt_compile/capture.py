@@ -355,7 +355,7 @@ def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
             validate_outputs=_validate_outputs, wrap_symfloat=_wrap_symfloat,
             autograd_grad=_autograd_grad, call_function=_call_function,
             call_logger=function_capture.call_logger, call_skipped=function_capture.call_skipped,
-            call_recurrent=function_capture.call_recurrent,
+            call_recurrent=function_capture.call_recurrent, forms=function_capture.TORCH_FORMS,
             add_product=function_capture.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
         ):

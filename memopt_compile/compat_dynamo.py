@@ -132,6 +132,7 @@ def tracing_scope(
     call_logger: Callable,
     call_skipped: Callable,
     call_recurrent: Callable,
+    forms: dict[Callable, Callable],
     add_product: Callable,
     compare: Callable,
     log_graph_break: Callable,
@@ -140,7 +141,7 @@ def tracing_scope(
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
-    original method first.
+    original method first; but `forms` are functions that are traced in place of torch's own.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -212,8 +213,8 @@ def tracing_scope(
             return ConstantVariable.create(False)  # the user's is none
         return original_is_tensor(self, tx, value)
 
-    def handle_check(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return UserFunctionVariable(_check_tensor_all).call_function(tx, list(args), kwargs)
+    def traced(form: Callable) -> Callable:
+        return lambda self, tx, *args, **kwargs: UserFunctionVariable(form).call_function(tx, list(args), kwargs)
 
     collect = torch_variables._collect_tensors_with_sources
     patches = (
@@ -248,7 +249,8 @@ def tracing_scope(
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,
-                                   torch._check_tensor_all: handle_check,
+                                   **{function: traced(form) for function, form in forms.items()},
+                                   torch._check_tensor_all: traced(_check_tensor_all),
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
     )
     with contextlib.ExitStack() as stack:  # more than Python nests blocks

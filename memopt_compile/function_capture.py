@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, margin_loss
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -30,6 +30,7 @@ def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = 
 
 
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
+TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss}  # of operators
 
 
 def prepare(function: Any, args: Any, kwargs: Any, tx: Any) -> Any:

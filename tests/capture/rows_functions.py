@@ -116,3 +116,24 @@ def while_loop() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step)
+
+
+@row
+def multi_label_margin_loss() -> Loop:
+    """Of labels that end by -1. What torch compiles in place of its kernel is wrong there."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        logits = model(x)
+        rest = y.new_full((len(y), CLASSES - 2), -1)
+        labels = torch.cat([y[:, None], (y[:, None] + 1) % CLASSES, rest], 1)
+        of_rows = F.multilabel_margin_loss(logits, labels, reduction="none")
+        loss = of_rows.square().sum() + nn.MultiLabelMarginLoss()(logits, labels)
+        loss = loss + F.multilabel_margin_loss(logits[0], labels[0], size_average=False)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
