@@ -18,6 +18,7 @@ Two marker operators leave the trace legible: ``memopt::seed`` stands where a ba
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import sys
@@ -37,6 +38,7 @@ from . import (
     function_capture,
     loop_capture,
     optimizer_capture,
+    update_capture,
 )
 from .errors import MemoptError
 
@@ -330,7 +332,9 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         if compat.constant_value(asked) == (True, True):  # eager too runs the branch-free form
             form = optimizer_capture.CAPTURABLE[form]
     if form is not None and form is not self.fn and type(self) is compat.UserFunctionVariable:
-        return original(compat.UserFunctionVariable(form), tx, args, kwargs)
+        self = compat.UserFunctionVariable(form)
+    if optimizer_capture.is_loop(self.fn) or self.fn is folding.adam:
+        return update_capture.each_kind_once(lambda lists: original(self, tx, lists, kwargs), tx, args)
     return original(self, tx, args, kwargs)
 
 
@@ -349,6 +353,9 @@ def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
         _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
     if "torch.distributed.tensor" in sys.modules:
         compat.keep_placements(torch.ops.memopt.gradient.default)
+    # Tracing makes millions of objects that stay. Going through all of them again and again takes long.
+    collected = gc.get_threshold()
+    gc.set_threshold(*collected[:2], 1000)
     try:
         with compat_dynamo.tracing_scope(
             method_backward=backward_capture.method_backward, optimizer_getattr=_optimizer_getattr,
@@ -361,6 +368,7 @@ def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
         ):
             yield _notes
     finally:
+        gc.set_threshold(*collected)
         _notes = outer
 
 

@@ -5,10 +5,13 @@ Checked against torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -118,3 +121,27 @@ def _outermost(tensors: list[Any]) -> list[Any]:
     inside = {id(getattr(value, name)) for value in given.values()
               if is_traceable_wrapper_subclass(value) for name in value.__tensor_flatten__()[0]}
     return [v for v in tensors if id(given[id(v)]) not in inside]
+
+
+def tensor_behind(variable: Any) -> Any:
+    """The tensor that a variable is: the user's if the trace has not asked for it yet, else one without
+    numbers; None for anything else."""
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():
+            return variable.peek_value()
+        variable = variable.realize()
+    return variable.as_proxy().node.meta.get("example_value") if isinstance(variable, TensorVariable) else None
+
+
+def graph_of(tx: Any) -> fx.Graph:
+    """The graph that Dynamo is adding to."""
+    return tx.output.current_tracer.graph
+
+
+@contextlib.contextmanager
+def added_nodes(tx: Any) -> Iterator[list[fx.Node]]:
+    """A list of the operators that are traced inside, there at the end."""
+    graph, added = graph_of(tx), []
+    before = set(graph.nodes)
+    yield added
+    added += [n for n in graph.nodes if n not in before and n.op != "placeholder"]

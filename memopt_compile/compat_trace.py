@@ -7,7 +7,7 @@ Beside `compat`, which is about capture. Checked against torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,11 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import tracing
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    PythonFunctionalizeAPI,
+    dispatch_functionalize,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verification`)
 from torch.utils._python_dispatch import _disable_current_modes
@@ -107,6 +111,25 @@ def traced_as_compiled(function: Callable, examples: Callable[[], list], decompo
         with fake_tensors():
             given = examples()
         return make_fx(function, decomposition_table=decompositions)(*given)
+
+
+def traced_functionally(function: Callable, given: list, decompositions: Mapping) -> fx.Graph:
+    """The graph of `function` of these fake tensors, as AOTAutograd has it: without writes."""
+    with given[0].fake_mode, torch.no_grad():
+        return make_fx(dispatch_functionalize(function), decomposition_table=dict(decompositions))(*given).graph
+
+
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Whether it is one of those with which AOTAutograd turns writes into values."""
+    return isinstance(tensor, FunctionalTensor)
+
+
+def replace_functional(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a functional tensor the value of another, as an operator in place does."""
+    api = PythonFunctionalizeAPI()
+    api.replace(tensor, api.unwrap_tensors(value))
+    api.commit_update(tensor)
+    api.sync(tensor)
 
 
 def let_batch_vary(tensor: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from . import (
     loops,
     pipelines,
     programs,
+    updates,
     zero,
 )
 from .backends import eager, inductor
@@ -170,6 +171,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     wholes: list[zero.Storage] = []
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        module = updates.unfolded(module)
         if record.lowering == "inductor":
             module = inductor.prepare(module)
         if loops.complete(module.graph) < notes.shortened:
@@ -188,13 +190,13 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         raise _NotWhole
 
     eager_lowering = record.lowering == "eager"
+    decompositions = compat.loss_decompositions() if eager_lowering else inductor.decompositions()
     try:
-        with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext():
+        with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext(), \
+                updates.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
                 gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
-                keep_inference_input_mutations=True,
-                decompositions=compat.loss_decompositions() if eager_lowering
-                else inductor.decompositions())
+                keep_inference_input_mutations=True, decompositions=decompositions)
     except Exception as error:
         unlike = _cause(error, loops.Unlike)
         if unlike or notes.shortened and _caused_by(error, _NotWhole):

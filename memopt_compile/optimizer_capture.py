@@ -121,6 +121,12 @@ def single_tensor_forms() -> dict[Any, Callable]:
     return forms
 
 
+def is_loop(function: Any) -> bool:
+    """Whether it is the update of parameters one by one."""
+    ours = function in (radam, asgd, adafactor)
+    return ours or function.__module__.startswith("torch.optim.") and function.__name__.startswith("_single_tensor_")
+
+
 def own_step(optimizer: torch.optim.Optimizer) -> Callable:
     """The class's `step` without torch's hook, grad-mode and graph-break wrappers."""
     step = compat.undisabled(type(optimizer).step)

@@ -1,0 +1,86 @@
+"""Updates traced once for a kind of parameter: the graph is that of all traced one by one."""
+
+
+import pytest
+import torch
+from torch import nn
+
+from memopt_compile import update_capture, updates
+
+EAGER = {"lowering": "eager"}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+
+
+def groups(model: nn.Module) -> list[dict]:
+    return [{"params": model[:2].parameters(), "lr": 0.02}, {"params": model[2:].parameters(), "weight_decay": 0.1}]
+
+
+OPTIMIZERS = {
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+    "adamw, groups": lambda m: torch.optim.AdamW(groups(m), lr=0.01, maximize=True),
+    "adamw, rate in a tensor": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), fused=False),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.9, centered=True),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.01),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+}
+
+
+def trained(make, monkeypatch, one_by_one: bool, **options):
+    """(parameters after three steps, kinds of parameter folded)."""
+    torch.compiler.reset()
+    model, kinds = net(), []
+    opt = make(model)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    made = updates.Update
+    with monkeypatch.context() as patch:
+        if one_by_one:
+            patch.setattr(update_capture, "each_kind_once", lambda trace, tx, args: trace(args))
+        patch.setattr(updates, "Update", lambda *args: kinds.append(made(*args)) or kinds[-1])
+        fast = torch.compile(step, backend="memopt", options={**EAGER, **options}, fullgraph=True)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            fast(torch.randn(4, 6, dtype=torch.float64, generator=generator))
+    return [p.detach().clone() for p in model.parameters()], kinds
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_graph_is_that_of_all_traced_one_by_one(name, monkeypatch, tmp_path):
+    folded = trained(OPTIMIZERS[name], monkeypatch, False, dump=str(tmp_path / "folded"))
+    single = trained(OPTIMIZERS[name], monkeypatch, True, dump=str(tmp_path / "single"))
+    assert folded[1] and not single[1]
+    texts = [(tmp_path / way / "00" / "00_captured.txt").read_text() for way in ("folded", "single")]
+    assert texts[0] == texts[1] or name == "radam"  # whose casts would come first, of all parameters
+    assert all(torch.equal(a, b) for a, b in zip(folded[0], single[0]))
+
+
+def test_a_comparison_with_eager_runs_the_update_itself(monkeypatch):
+    parameters, kinds = trained(OPTIMIZERS["adamw, groups"], monkeypatch, False, verify=True)
+    plain, _ = trained(OPTIMIZERS["adamw, groups"], monkeypatch, True)
+    assert kinds and all(torch.equal(a, b) for a, b in zip(parameters, plain))
+
+
+def test_states_that_share_memory_are_another_kind(monkeypatch):
+    """One parameter's moments are one tensor: what is written into one is read from the other."""
+    def make(model):
+        opt = torch.optim.Adam(model.parameters(), lr=0.01)
+        for i, p in enumerate(model.parameters()):
+            first = torch.zeros_like(p)
+            opt.state[p] = {"step": torch.tensor(0.0), "exp_avg": first,
+                            "exp_avg_sq": first if i == 2 else torch.zeros_like(p)}
+        return opt
+
+    folded, kinds = trained(make, monkeypatch, False)
+    single, _ = trained(make, monkeypatch, True)
+    assert kinds and all(torch.equal(a, b) for a, b in zip(folded, single))
