@@ -334,7 +334,9 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
     if form is not None and form is not self.fn and type(self) is compat.UserFunctionVariable:
         self = compat.UserFunctionVariable(form)
     if optimizer_capture.is_loop(self.fn) or self.fn is folding.adam:
-        return update_capture.each_kind_once(lambda lists: original(self, tx, lists, kwargs), tx, args)
+        momentum = kwargs.get("momentum")  # with it SGD fills in the buffers that are not there yet
+        gaps = momentum is None or compat.constant_value(momentum) == (True, 0)
+        return update_capture.each_kind_once(lambda lists: original(self, tx, lists, kwargs), tx, args, gaps)
     return original(self, tx, args, kwargs)
 
 

@@ -123,14 +123,16 @@ def _outermost(tensors: list[Any]) -> list[Any]:
     return [v for v in tensors if id(given[id(v)]) not in inside]
 
 
-def tensor_behind(variable: Any) -> Any:
-    """The tensor that a variable is: the user's if the trace has not asked for it yet, else one without
-    numbers; None for anything else."""
+def value_behind(variable: Any) -> Any:
+    """The tensor that a variable is, the user's if the trace has not asked for it yet, else one without
+    numbers; None where it is None, and the variable itself for anything else."""
     if isinstance(variable, LazyVariableTracker):
         if not variable.is_realized():
             return variable.peek_value()
         variable = variable.realize()
-    return variable.as_proxy().node.meta.get("example_value") if isinstance(variable, TensorVariable) else None
+    if isinstance(variable, TensorVariable):
+        return variable.as_proxy().node.meta.get("example_value")
+    return None if variable.is_python_constant() and variable.as_python_constant() is None else variable
 
 
 def graph_of(tx: Any) -> fx.Graph:

@@ -4,7 +4,7 @@ The loops of `torch.optim` do to each parameter what they do to the first, and t
 as a layer's forward and backward. Rules:
 
 1. Parameters are alike if all that the loop is given of them (gradient, states) agrees in dtype, shape, strides,
-   device and in which of them are one tensor. Numbers (a learning rate, betas) are of the whole loop.
+   device and in which of them are one tensor or None. Numbers (a learning rate, betas) are of the whole loop.
 2. The first of a kind is traced by Dynamo, in a loop of one. Of the others only nodes are copied, with what they
    read of the first replaced by what is theirs.
 3. A loop over anything but plain tensors of known sizes is traced whole, as ever.
@@ -24,14 +24,15 @@ from . import compat, compat_loop
 from .updates import COPY_OF
 
 
-def each_kind_once(trace: Callable[[list], Any], tx: Any, args: list) -> Any:
-    """Trace a loop over parameters: `trace` does, for the lists `args` (Dynamo's variables) or parts of them."""
+def each_kind_once(trace: Callable[[list], Any], tx: Any, args: list, gaps: bool) -> Any:
+    """Trace a loop over parameters: `trace` does, for the lists `args` (Dynamo's variables) or parts of them.
+    With `gaps` there may be None in them, which the loop leaves there."""
     lists = [a.realize() for a in args]
     if not all(isinstance(each, compat.BaseListVariable) for each in lists):
         return trace(args)
     counts = {len(each.items) for each in lists} - {0}
     rows = [[each.items[i] for each in lists if each.items] for i in range(max(counts, default=0))]
-    if len(counts) != 1 or len(rows) < 2 or not all(_plain(v) for row in rows for v in row):
+    if len(counts) != 1 or len(rows) < 2 or not all(_plain(v, gaps) for row in rows for v in row):
         return trace(args)
     result, known, place = None, {}, len(compat_loop.graph_of(tx).nodes)
     for row in rows:
@@ -48,23 +49,23 @@ def each_kind_once(trace: Callable[[list], Any], tx: Any, args: list) -> Any:
     return result
 
 
-def _plain(variable: Any) -> bool:
-    value = compat_loop.tensor_behind(variable)
-    return (type(value) in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor) and value.layout is torch.strided
+def _plain(variable: Any, gaps: bool) -> bool:
+    value = compat_loop.value_behind(variable)
+    return gaps and value is None or (type(value) in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor) and value.layout is torch.strided
             and all(type(n) is int for n in (*value.shape, *value.stride())))
 
 
 def _kind(row: list) -> tuple:
     """What Dynamo's trace of a loop's turn may depend on."""
-    values = [compat_loop.tensor_behind(variable) for variable in row]
+    values = [compat_loop.value_behind(variable) for variable in row]
     same = [next(i for i, other in enumerate(values) if other is value) for value in values]
-    return tuple((v.dtype, v.shape, v.stride(), v.device, v.requires_grad, type(v), i)
+    return tuple(v if v is None else (v.dtype, v.shape, v.stride(), v.device, v.requires_grad, type(v), i)
                  for v, i in zip(values, same))
 
 
 def _copy(tx: Any, first: list, added: list[fx.Node], row: list) -> list[fx.Node]:
     """Copies of the nodes that were `added` for the parameter `first`, for that of `row`."""
-    theirs = {compat.node_of(a): b for a, b in zip(first, row)}
+    theirs = {node: b for a, b in zip(first, row) if (node := compat.node_of(a))}
     values, copies = {}, {}
 
     def read(node: fx.Node) -> fx.Node:

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "adamw, groups": lambda m: torch.optim.AdamW(groups(m), lr=0.01, maximize=True),
     "adamw, rate in a tensor": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), fused=False),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+    "sgd, no momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.9, centered=True),
     "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.01),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
@@ -46,7 +47,7 @@ def trained(make, monkeypatch, one_by_one: bool, **options):
     made = updates.Update
     with monkeypatch.context() as patch:
         if one_by_one:
-            patch.setattr(update_capture, "each_kind_once", lambda trace, tx, args: trace(args))
+            patch.setattr(update_capture, "each_kind_once", lambda trace, tx, args, gaps: trace(args))
         patch.setattr(updates, "Update", lambda *args: kinds.append(made(*args)) or kinds[-1])
         fast = torch.compile(step, backend="memopt", options={**EAGER, **options}, fullgraph=True)
         generator = torch.Generator().manual_seed(1)
@@ -71,14 +72,23 @@ def test_a_comparison_with_eager_runs_the_update_itself(monkeypatch):
     assert kinds and all(torch.equal(a, b) for a, b in zip(parameters, plain))
 
 
-def test_states_that_share_memory_are_another_kind(monkeypatch):
-    """One parameter's moments are one tensor: what is written into one is read from the other."""
+def test_buffers_that_the_first_step_makes_are_kept(monkeypatch):
     def make(model):
-        opt = torch.optim.Adam(model.parameters(), lr=0.01)
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, dampening=0.5)
+
+    folded, _ = trained(make, monkeypatch, False)
+    single, _ = trained(make, monkeypatch, True)
+    assert all(torch.equal(a, b) for a, b in zip(folded, single))
+
+
+def test_states_that_share_memory_are_another_kind(monkeypatch):
+    """One parameter's two means are one tensor: what is written into one is read from the other."""
+    def make(model):
+        opt = torch.optim.Adadelta(model.parameters(), lr=0.1)
         for i, p in enumerate(model.parameters()):
-            first = torch.zeros_like(p)
-            opt.state[p] = {"step": torch.tensor(0.0), "exp_avg": first,
-                            "exp_avg_sq": first if i == 2 else torch.zeros_like(p)}
+            mean = torch.zeros_like(p)
+            opt.state[p] = {"step": torch.tensor(0.0), "square_avg": mean,
+                            "acc_delta": mean if i == 2 else torch.zeros_like(p)}
         return opt
 
     folded, kinds = trained(make, monkeypatch, False)
