@@ -46,7 +46,14 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     given = inputs.realize()
     given = [v.realize() for v in (given.items if isinstance(given, compat.BaseListVariable) else [given])]
     rounded = [v for v in given if v.source is not None and _rounds(compat.real_value(tx, v), v.source)]
-    result = original(self, tx, gradient, retain_graph, create_graph, inputs)
+    try:
+        result = original(self, tx, gradient, retain_graph, create_graph, inputs)
+    except RuntimeError as error:
+        if "to not have been used in the graph" not in str(error):
+            raise
+        compat.break_graph(
+            "backward() reaches a parameter and gives it no gradient", "a derivative on the way to it is None, as "
+            "of an autograd.Function that returns None for it", "detach the parameter before it is given there")
     with compat.traced_without_grad(tx):
         for variable in rounded:
             grad = compat.gradient(tx, variable)

@@ -30,7 +30,8 @@ def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = 
 
 
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
-TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss}  # of operators
+TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
+               torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
 
 
 def prepare(function: Any, args: Any, kwargs: Any, tx: Any) -> Any:

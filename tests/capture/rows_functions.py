@@ -137,3 +137,23 @@ def multi_label_margin_loss() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step)
+
+
+@row
+def multi_margin_loss() -> Loop:
+    """Of classes exactly at the margin at first, where the kernel and what torch compiles have other slopes."""
+    model = nn.Embedding(WIDTH, CLASSES)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(WIDTH * CLASSES).view(WIDTH, CLASSES) % 3)
+    opt = adamw(model)
+
+    def step(x, y):
+        logits = model(y)
+        loss = F.multi_margin_loss(logits, y) + nn.MultiMarginLoss(p=2, margin=2, reduction="sum")(logits, y)
+        loss = loss + F.multi_margin_loss(logits, y, weight=x[0, :CLASSES].abs(), reduction="none").square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)

@@ -209,3 +209,29 @@ def updates_of_data() -> Loop:
         return loss.detach()
 
     return Loop(step, [model], [])
+
+
+class _Scaled(torch.autograd.Function):
+    """A function that gives its scale no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+@ordinary
+def function_without_a_gradient() -> Loop:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = mlp(), nn.Parameter(torch.full((CLASSES,), 0.5))
+
+        def forward(self, x):
+            return _Scaled.apply(self.body(x), self.scale)
+
+    return plain(Scaling())
