@@ -173,7 +173,7 @@ def fill_zeros(model: nn.Module) -> None:
 def plain(value: Any) -> Any:
     """Copies of all tensors in a nest of dicts and lists, without autograd."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to_dense().clone() if value.is_sparse else value.detach().clone()
+        return value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
