@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -258,8 +259,10 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
     refusal = each.requires(step)
     if refusal is not None:
         return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal)
+    before = _contents(step)
     try:
         each.run(step, costs)
+        same = len(now := _contents(step)) == len(before) and all(map(operator.is_, now, before))
         step.verify()
         lack = each.ensures(step)
     except OptionError:
@@ -276,12 +279,17 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
             where=each,
             do="report it with the folder that options={'dump': ...} writes",
         )
-    now = step.op_counts()
-    changes = {name: now.get(name, 0) - counts.get(name, 0) for name in sorted({*now, *counts})}
+    counted = step.op_counts()
+    changes = {name: counted.get(name, 0) - counts.get(name, 0) for name in sorted({*counted, *counts})}
     return PassRecord(
         each.name,
         tuple((n, c) for n, c in changes.items() if c),
         peak,
-        timeline(step, workspace).transient_peak_bytes,
+        peak if same else timeline(step, workspace).transient_peak_bytes,
         time.perf_counter() - start,
     )
+
+
+def _contents(step: StepGraph) -> list[Any]:
+    """The graph as objects that are others where a pass has changed it. The peak of the same graph is the same."""
+    return [each for n in step.graph.nodes for each in (n, n.target, n.args, n.kwargs, n.meta.get("val"))]

@@ -307,6 +307,8 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage the value of `node` shares: none if it owns its storage."""
+    if isinstance(node.target, OPERATOR) and not (node.kwargs or _shared(node.target)):
+        return []  # most operators
     source = node.args[0] if node.target is operator.getitem else node
     into = source.kwargs.get("out") if isinstance(source, fx.Node) else None
     if isinstance(into, list | tuple):  # no schema says so of a list of results
@@ -336,12 +338,9 @@ def _shared(target: Any) -> Places:
 
 
 def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for i, name in places:
-        value = node.kwargs.get(name, node.args[i] if i < len(node.args) else None)
-        found += [v for v in (value if isinstance(value, list | tuple) else (value,))
-                  if isinstance(v, fx.Node)]
-    return found
+    values = (node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in places)
+    return [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))
+            if isinstance(v, fx.Node)]
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
