@@ -1,4 +1,4 @@
-"""What two ranks do with parameters in low precision, for `test_low_precision`."""
+"""What two ranks do with parameters in low precision, for `test_low_precision_shards`."""
 
 from __future__ import annotations
 
