@@ -51,8 +51,9 @@ def each_kind_once(trace: Callable[[list], Any], tx: Any, args: list, gaps: bool
 
 def _plain(variable: Any, gaps: bool) -> bool:
     value = compat_loop.value_behind(variable)
-    return gaps and value is None or (type(value) in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor) and value.layout is torch.strided
-            and all(type(n) is int for n in (*value.shape, *value.stride())))
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor):
+        return gaps and value is None
+    return value.layout is torch.strided and all(type(n) is int for n in (*value.shape, *value.stride()))
 
 
 def _kind(row: list) -> tuple:

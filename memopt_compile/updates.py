@@ -7,7 +7,7 @@ twenty for each parameter. Rules:
    graph, and puts an `Update` there for each, whose arithmetic is traced once for a kind of parameter.
 2. `unfolded` puts that arithmetic in the place of ``memopt::update`` when AOTAutograd is done. No pass and no
    lowering sees the operator.
-3. An update that is read from outside, or in which there is anything but tensors, stays as it is.
+3. An update that is read from outside, or in which there is anything but tensors of known sizes, stays as it is.
 
 The step's graph is the same node by node.
 """
@@ -105,7 +105,9 @@ def _reads(nodes: list[fx.Node]) -> list[fx.Node] | None:
     found = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
     values = [n.meta.get("example_value") for n in found]
     alone = all(user in inside for n in nodes for user in n.users)
-    return found if alone and all(isinstance(v, compat.FakeTensor) for v in values) else None
+    known = all(isinstance(v, compat.FakeTensor) and all(type(n) is int for n in (*v.shape, *v.stride()))
+                for v in values)  # the arithmetic of one size is not that of another
+    return found if alone and known else None
 
 
 def _update(gm: fx.GraphModule, nodes: list[fx.Node], given: list[fx.Node], mode: Any,

@@ -94,3 +94,25 @@ def test_states_that_share_memory_are_another_kind(monkeypatch):
     folded, kinds = trained(make, monkeypatch, False)
     single, _ = trained(make, monkeypatch, True)
     assert kinds and all(torch.equal(a, b) for a, b in zip(folded, single))
+
+
+def test_one_step_of_models_of_several_sizes():
+    """The second model's states have sizes that may vary, as far as the trace knows."""
+    def step(model, opt, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    def trained(step):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, n), nn.Linear(n, 4)).double() for n in (5, 6, 7)]
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in models]
+        x = torch.randn(3, 4, dtype=torch.float64)
+        losses = [step(m, o, x) for _ in range(3) for m, o in zip(models, optimizers)]
+        return [*losses, *(p.detach() for m in models for p in m.parameters())]
+
+    torch.compiler.reset()
+    got = trained(torch.compile(step, backend="memopt", options=EAGER))
+    torch.testing.assert_close(got, trained(step), rtol=1e-12, atol=1e-12)
