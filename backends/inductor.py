@@ -125,8 +125,8 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
                 key = (part.key, settings)
                 if key not in _cache:
                     new[name] = key
-                    store_between(part.module.graph)
-                bound[name] = _cache.get(key) or _Compiled(*compat_inductor.compile_graph(part.module))
+                    store_between(part.graph)
+                bound[name] = _cache.get(key) or _Compiled(*compat_inductor.compile_graph(part.module()))
     _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
     text, objects = source(step, list(zip(called, parts)))
     run = _load(text, {**objects, **{name: c.run for name, c in bound.items()}})

@@ -14,12 +14,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config, ir
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
@@ -33,6 +32,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
+
+from .compat_kernels import as_memopt_wants
 
 __all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
            "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
@@ -132,27 +133,9 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
     # A context of its own: what Inductor notes in it belongs to this graph alone.
     realized = config.patch(realize_opcount_threshold=8) if stores else computed_again(module.graph)
-    with tracing(TracingContext(_fake_mode(values))), realized, _read_before_written():
+    with tracing(TracingContext(_fake_mode(values))), realized, as_memopt_wants():
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
-
-
-def _read_before_written() -> contextlib.AbstractContextManager:
-    """Values that read a buffer are computed before an operator of ours writes to it.
-
-    Inductor puts such an operator into its order first, and then makes buffers of what has read its
-    operands: these read what it has written (a gradient by parameters that were updated already).
-    """
-    create = ir.FallbackKernel.create.__func__
-
-    def made(cls: type, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        for given, value in zip(getattr(getattr(kernel, "_schema", None), "arguments", ()), args):
-            if given.alias_info is not None and given.alias_info.is_write:
-                for written in value if isinstance(value, list | tuple) else [value]:
-                    V.graph.mark_buffer_mutated(written.get_name())
-        return create(cls, kernel, *args, **kwargs)
-
-    return mock.patch.object(ir.FallbackKernel, "create", classmethod(made))
 
 
 def store(node: fx.Node) -> fx.Node:

@@ -33,7 +33,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,17 +56,22 @@ _HOST = (SEEDS, "prims.inductor_lookup_seed.default", _ITEM)
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the step as a graph of its own.
+    """A stretch of the step as a graph of its own, whose attributes are those of ``owner``.
 
     ``inputs`` and ``outputs`` are the step's nodes that its placeholders and results stand
     for. Pieces with equal ``key`` are the same program; None is like no other.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
     key: str | None
     first: fx.Node | None = None
+    owner: torch.nn.Module = field(default_factory=torch.nn.Module)
+
+    def module(self) -> fx.GraphModule:
+        """The graph with its code, which costs more to write than the graph: ask for it once a key."""
+        return fx.GraphModule(self.owner, self.graph)
 
 
 # ------------------------------------------------------------------------ kinds of node
@@ -273,8 +278,8 @@ def one_piece(step: StepGraph) -> Piece:
     results = graph.graph_copy(step.graph, env)
     graph.output(tuple(results))
     key = None if not can_cut(step) or step.graph.find_nodes(op="get_attr") else _key(graph)
-    return Piece(fx.GraphModule(step.module, graph), tuple(step.placeholders),
-                 tuple(step.graph.output_node().args[0]), key, next(iter(step.computing()), None))
+    return Piece(graph, tuple(step.placeholders), tuple(step.graph.output_node().args[0]), key,
+                 next(iter(step.computing()), None), step.module)
 
 
 Draft = tuple[list[fx.Node], tuple[fx.Graph, dict[fx.Node, fx.Node]]]
@@ -331,8 +336,7 @@ def _handed(node: fx.Node) -> Any:
 def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, fx.Node]],
             first: fx.Node) -> Piece:
     graph.output(tuple(inner for _, inner in handed))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return Piece(module, tuple(inputs), tuple(n for n, _ in handed), _key(graph), first)
+    return Piece(graph, tuple(inputs), tuple(n for n, _ in handed), _key(graph), first)
 
 
 # ------------------------------------------------------------------------ equal pieces

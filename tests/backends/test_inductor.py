@@ -1,5 +1,9 @@
 """The Inductor lowering: eager's numbers, one piece for all depths, and the predicted peak."""
 
+import contextlib
+import copy
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_inductor
+from memopt_compile import compat_inductor, compat_kernels
 from memopt_compile.backends import eager, inductor
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
@@ -205,6 +209,36 @@ def test_one_channel_reaches_a_convolution_as_it_was_traced():
     assert got.stride() == expected.stride() and torch.equal(got, expected)
     call = source[source.index("def call"):source.index("return (")]
     assert call.count("= empty_strided_cpu(") == 1
+
+
+def test_loops_of_a_cpu_are_freed_between():
+    """None of these loops can be one with the next: Inductor would hold the results of all of them."""
+
+    def pooled_again_and_again(x):
+        for _ in range(4):
+            x = F.avg_pool1d(x.sum(0, keepdim=True) * x, 3, 1, 1)
+        return (x.sum(),)
+
+    module = make_fx(pooled_again_and_again, decomposition_table=inductor.decompositions(),
+                     tracing_mode="fake")(torch.randn(8, 64))
+    peaks = []
+    for scope in (contextlib.nullcontext, compat_kernels.as_memopt_wants):
+        with mock.patch.object(compat_inductor, "as_memopt_wants", scope), \
+                inductor_config.patch(force_disable_caches=True):
+            _, source = compat_inductor.compile_graph(copy.deepcopy(module))
+            with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch(
+                    (), lambda *_: 0) as watch:
+                compat_inductor.dry_call(source)([torch.empty(8, 64)])
+        peaks.append(watch.peak_bytes)
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_caches_on_disk_know_the_version_of_what_changes_inductor():
+    before = torch.compiler.config.cache_key_tag
+    with compat_kernels.as_memopt_wants():
+        assert torch.compiler.config.cache_key_tag.startswith(before)
+        assert compat_kernels.cache_tag() in torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == before
 
 
 @torch.library.custom_op("memopt_tests::write", mutates_args=("into",))

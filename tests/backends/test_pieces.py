@@ -73,7 +73,7 @@ def test_depth_adds_no_distinct_piece(depth):
 
 def test_every_operator_runs_once_in_the_plans_order():
     step = training(6)
-    ran = [node.target for piece in pieces(step) for node in piece.module.graph.nodes
+    ran = [node.target for piece in pieces(step) for node in piece.graph.nodes
            if node.op == "call_function" and not is_view(node)]
     assert ran == [node.target for node in body(step)]
 
@@ -155,7 +155,7 @@ def test_micro_batches_share_their_pieces():
     sliced = [p for p in parts if any(n.target is torch.ops.aten.slice.Tensor for n in p.inputs)]
     assert len(sliced) == 4 and len({p.key for p in sliced[1:]}) == 1
     assert not any(n.target is torch.ops.aten.slice.Tensor for p in parts
-                   for n in p.module.graph.nodes)
+                   for n in p.graph.nodes)
 
 
 def test_slices_of_what_is_written_stay_inside():

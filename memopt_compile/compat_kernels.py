@@ -1,0 +1,88 @@
+"""How Inductor orders and groups the kernels of one graph: what memopt has it do otherwise.
+
+Both are private parts of Inductor, tried on torch 2.11 and 2.13, and changed while a graph of memopt's is
+compiled only. Its cache on disk does not know of them: `cache_tag` tells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.virtualized import V
+
+SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
+
+
+@contextlib.contextmanager
+def as_memopt_wants() -> Iterator[None]:
+    """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
+    tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
+    with _read_before_written(), _freed_between(), torch.compiler.config.patch(cache_key_tag=tag):
+        yield
+
+
+@functools.cache
+def cache_tag() -> str:
+    """A digest of the modules that change what Inductor makes of a graph: what it has kept on disk by
+    another version of them is not to be taken."""
+    here = Path(__file__)
+    return hashlib.sha256(here.read_bytes() + here.with_name("compat_inductor.py").read_bytes()).hexdigest()[:16]
+
+
+def _read_before_written() -> contextlib.AbstractContextManager:
+    """Values that read a buffer are computed before an operator of ours writes to it.
+
+    Inductor puts such an operator into its order first, and then makes buffers of what has read its
+    operands: these read what it has written (a gradient by parameters that were updated already).
+    """
+    create = ir.FallbackKernel.create.__func__
+
+    def made(cls: type, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        for given, value in zip(getattr(getattr(kernel, "_schema", None), "arguments", ()), args):
+            if given.alias_info is not None and given.alias_info.is_write:
+                for written in value if isinstance(value, list | tuple) else [value]:
+                    V.graph.mark_buffer_mutated(written.get_name())
+        return create(cls, kernel, *args, **kwargs)
+
+    return mock.patch.object(ir.FallbackKernel, "create", classmethod(made))
+
+
+def _freed_between() -> contextlib.AbstractContextManager:
+    """A C++ function ends where buffers can be freed.
+
+    Inductor puts all loops between two calls of a library into one function, and so holds the buffers of
+    all of them until it is over.
+    """
+    full = CppScheduling.ready_to_flush
+
+    def ready(self: CppScheduling) -> bool:
+        return full(self) or _waiting_bytes(self.scheduler) > _given_bytes() / SMALL
+
+    return mock.patch.object(CppScheduling, "ready_to_flush", ready)
+
+
+def _waiting_bytes(scheduler: Any) -> float:
+    """Bytes of the buffers that nothing reads any more, but for the functions that are being written."""
+    names = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
+    buffers = [scheduler.name_to_buf[name] for name in names if name in scheduler.name_to_buf]
+    return sum(_bytes(b.node) for b in buffers if b.can_free())
+
+
+def _given_bytes() -> float:
+    return sum(_bytes(value) for value in V.graph.graph_inputs.values() if isinstance(value, ir.IRNode))
+
+
+def _bytes(value: ir.IRNode) -> float:
+    """As large as the sizes of this capture make it."""
+    if not value.has_tensor_output():
+        return 0
+    return float(V.graph.sizevars.optimization_hint(value.get_numel(), fallback=0)) * value.get_dtype().itemsize
