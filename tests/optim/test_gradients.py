@@ -72,8 +72,10 @@ def looped(lowering, n, before, to_none):
     model = nn.Sequential(nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 4))
     memopt.quantize_parameters_(model, skip="2.bias")
     model[0].bias.requires_grad_(False)
-    opts = [optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9, state_bits=8, gradient_bits=8),
-            optim.AdamW(model[2].parameters(), lr=0.01, state_bits=8, gradient_bits=8, max_norm=1.0)]
+    # Dynamo takes addcdiv_ and add_ with an alpha apart, which may round an ulp otherwise: so the float32 bias
+    # is trained by products that are exact
+    opts = [optim.SGD([*model[0].parameters(), model[2].bias], lr=1 / 16, momentum=0.5, state_bits=8, gradient_bits=8),
+            optim.AdamW([model[2].weight], lr=0.01, state_bits=8, gradient_bits=8, max_norm=1.0)]
     handles = [opt.accumulate_in_backward() for opt in opts]
 
     def step(x):
