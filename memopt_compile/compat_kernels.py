@@ -1,7 +1,7 @@
 """How Inductor orders and groups the kernels of one graph: what memopt has it do otherwise.
 
 Both are private parts of Inductor, tried on torch 2.11 and 2.13, and changed while a graph of memopt's is
-compiled only. Its cache on disk does not know of them: `cache_tag` tells it.
+compiled only. Its cache on disk does not know of them, nor of the processor: `cache_tag` tells it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ def as_memopt_wants() -> Iterator[None]:
         yield
 
 
-@functools.cache
 def cache_tag() -> str:
-    """A digest of the modules that change what Inductor makes of a graph: what it has kept on disk by
-    another version of them is not to be taken."""
+    """What else decides what Inductor makes of a graph, so that what it has kept on disk by another is not
+    taken: the modules that change it, by their digest, and how wide the vectors of this processor are. Its
+    C++ has that width in it, and gives wrong numbers where another one is compiled for (a cache that machines
+    share, or ``ATEN_CPU_CAPABILITY``)."""
+    return f"{_digest()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@functools.cache
+def _digest() -> str:
     here = Path(__file__)
     return hashlib.sha256(here.read_bytes() + here.with_name("compat_inductor.py").read_bytes()).hexdigest()[:16]
 

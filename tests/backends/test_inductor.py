@@ -233,6 +233,14 @@ def test_loops_of_a_cpu_are_freed_between():
     assert peaks[1] < 0.7 * peaks[0]
 
 
+def test_caches_on_disk_know_the_processor(monkeypatch):
+    tags = set()
+    for width in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", width.lower)
+        tags.add(compat_kernels.cache_tag())
+    assert len(tags) == 2
+
+
 def test_caches_on_disk_know_the_version_of_what_changes_inductor():
     before = torch.compiler.config.cache_key_tag
     with compat_kernels.as_memopt_wants():
