@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.loop_body import LoopBody
 from torch._inductor.virtualized import V
 
 SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
@@ -26,7 +27,8 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with _read_before_written(), _freed_between(), torch.compiler.config.patch(cache_key_tag=tag):
+    with (_read_before_written(), _freed_between(), _written_by_another_name(),
+          torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
 
@@ -74,6 +76,20 @@ def _freed_between() -> contextlib.AbstractContextManager:
         return full(self) or _waiting_bytes(self.scheduler) > _given_bytes() / SMALL
 
     return mock.patch.object(CppScheduling, "ready_to_flush", ready)
+
+
+def _written_by_another_name() -> contextlib.AbstractContextManager:
+    """A loop that uses a buffer and does not read it by its name (it writes over it) reads it nowhere in
+    particular: the buffer is not made local to the loops around both. Inductor fails with a `KeyError`."""
+    read = LoopBody.get_read_expr
+
+    def found(self: LoopBody, name: str) -> Any:
+        try:
+            return read(self, name)
+        except KeyError:
+            return None
+
+    return mock.patch.object(LoopBody, "get_read_expr", found)
 
 
 def _waiting_bytes(scheduler: Any) -> float:

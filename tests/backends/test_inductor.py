@@ -271,6 +271,26 @@ def test_what_reads_an_input_is_computed_before_an_operator_writes_to_it():
     assert bool((given[0] == -1).all())
 
 
+def test_a_loop_may_write_over_what_a_fused_one_has_made():
+    """The gradient of a norm over several dims, and the update of its input, in one loop over the batch."""
+    def update(gradient: Tensor, x: Tensor, scale: Tensor, moment: Tensor) -> tuple[()]:
+        through = (gradient * x).sum((1, 2, 3), True)
+        total = gradient * scale + (through * scale).expand(4, 2, 2, 5) * x
+        new = moment + (total - moment) * 0.1
+        moment.copy_(new)
+        x.copy_(x * 0.9 - new)
+        return ()
+
+    torch.manual_seed(0)
+    given = [torch.tensor(1.0), torch.randn(4, 2, 2, 5), torch.rand(4, 1, 1, 1), torch.randn(4, 2, 2, 5)]
+    expected = [t.clone() for t in given]
+    update(*expected)
+    module = make_fx(update, tracing_mode="fake")(*given)
+    made, _ = compat_inductor.compile_graph(module)
+    made(list(given))
+    torch.testing.assert_close(given, expected)
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)
