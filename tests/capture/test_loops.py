@@ -23,7 +23,7 @@ def network():
                          nn.Linear(16, 4, bias=False), nn.BatchNorm1d(4)).double()
 
 
-def outcome(body, compiler=lambda step: step, *, calls=3, rows=2 * N):
+def outcome(body, compiler=lambda step: step, *, calls=3, rows=4 * N):
     """Results of some calls of a step with `body`, and the parameters after them."""
     model = network()
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
