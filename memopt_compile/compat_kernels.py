@@ -1,6 +1,6 @@
 """How Inductor orders and groups the kernels of one graph: what memopt has it do otherwise.
 
-Both are private parts of Inductor, tried on torch 2.11 and 2.13, and changed while a graph of memopt's is
+All are private parts of Inductor, tried on torch 2.11 and 2.13, and changed while a graph of memopt's is
 compiled only. Its cache on disk does not know of them, nor of the processor: `cache_tag` tells it.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import ir
+from torch._inductor import ir, memory
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.loop_body import LoopBody
+from torch._inductor.scheduler import SchedulerBuffer, SchedulerNode
 from torch._inductor.virtualized import V
 
 SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
@@ -27,7 +28,7 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _written_by_another_name(),
+    with (_read_before_written(), _freed_between(), _written_by_another_name(), _in_registers(),
           torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
@@ -90,6 +91,33 @@ def _written_by_another_name() -> contextlib.AbstractContextManager:
             return None
 
     return mock.patch.object(LoopBody, "get_read_expr", found)
+
+
+def _in_registers() -> contextlib.AbstractContextManager:
+    """What one loop makes and only the same loop reads takes no memory.
+
+    Inductor orders kernels by an estimate of their peak which counts every result of a fused loop: the update
+    of a parameter seems to need several times its gradient, and is put off for as long as that hides it.
+    """
+    sizes_of = memory.compute_size_for_scheduler_buffer
+
+    def sizes(buffers: dict[str, SchedulerBuffer]) -> dict[str, tuple[int, int]]:
+        found = sizes_of(buffers)
+        return {name: (0, 0) if _stays_in_its_loop(buffers[name]) else size for name, size in found.items()}
+
+    return mock.patch.object(memory, "compute_size_for_scheduler_buffer", sizes)
+
+
+def _stays_in_its_loop(buffer: SchedulerBuffer) -> bool:
+    fused = V.graph.scheduler.name_to_fused_node
+
+    def loop(node: Any) -> Any:
+        if isinstance(node, SchedulerNode) and node.get_name() in fused and not node.is_reduction():
+            return fused[node.get_name()], node.group
+        return None
+
+    made = loop(buffer.defining_op)
+    return made is not None and bool(buffer.users) and all(loop(user.node) == made for user in buffer.users)
 
 
 def _waiting_bytes(scheduler: Any) -> float:

@@ -275,6 +275,9 @@ def program_reads(step: StepGraph) -> set[fx.Node]:
 def one_piece(step: StepGraph) -> Piece:
     """The whole step as one piece, its inputs and results as they are."""
     graph, env = fx.Graph(), {}
+    for i, node in enumerate(step.placeholders):
+        env[node] = graph.placeholder(f"arg{i}")
+        env[node].meta = dict(node.meta)
     results = graph.graph_copy(step.graph, env)
     graph.output(tuple(results))
     key = None if not can_cut(step) or step.graph.find_nodes(op="get_attr") else _key(graph)
@@ -301,7 +304,9 @@ def _draft(stretch: list[fx.Node]) -> Draft:
     for node in stretch:
         for source in outer(node):
             if source not in env:
-                env[source] = graph.placeholder(f"a{len(inputs)}")
+                # What Inductor is to hold as its caller's, and not to free, it knows by this name.
+                kept = source.op == "placeholder"
+                env[source] = graph.placeholder(f"{'arg' if kept else 'a'}{len(inputs)}")
                 env[source].meta = {"val": _handed(source)}
                 inputs.append(source)
 
@@ -345,7 +350,7 @@ def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, 
 def _key(graph: fx.Graph) -> str:
     """A digest of everything that the compiled code depends on."""
     names = {n: f"%{i}" for i, n in enumerate(graph.nodes)}
-    lines = [f"{n.op} {n.target if n.op == 'call_function' else ''}"
+    lines = [f"{n.op} {n.target if n.op in ('call_function', 'placeholder') else ''}"
              f"{[_render(a, names.__getitem__) for a in (*n.args, *n.kwargs.items())]}"
              f"{_meta(n.meta.get('val'))}" for n in graph.nodes]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

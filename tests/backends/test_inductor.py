@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 from unittest import mock
 
 import pytest
@@ -289,6 +290,25 @@ def test_a_loop_may_write_over_what_a_fused_one_has_made():
     made, _ = compat_inductor.compile_graph(module)
     made(list(given))
     torch.testing.assert_close(given, expected)
+
+
+def test_an_update_is_not_put_off():
+    """What a loop keeps in registers is no reason to hold the gradients of three parameters until the end."""
+    def update(*given: Tensor) -> tuple[()]:
+        for x, weight, gradient, first, second in zip(*[iter(given)] * 5):
+            new = torch.ops.aten.convolution_backward(
+                gradient, x, weight, [5], [1], [0], [1], True, [0], 1, [False, True, False])[1]
+            mean, square = first + 0.1 * (new - first), second * 0.9 + 0.1 * new * new
+            first.copy_(mean)
+            second.copy_(square)
+            weight.copy_(weight - mean / (square.sqrt() + 1e-8))
+        return ()
+
+    sizes = [(2, 4, 3), (4, 5, 3), (2, 5, 5), (4, 5, 3), (4, 5, 3)] * 3
+    module = make_fx(update, tracing_mode="fake")(*map(torch.rand, sizes))
+    _, source = compat_inductor.compile_graph(module)
+    calls = re.findall(r"= torch.ops.aten.convolution_backward|cpp_fused\w*(?=\()", source[source.index("def call("):])
+    assert [call[:3] for call in calls] == ["= t", "cpp"] * 3
 
 
 def test_dynamic_sizes_are_lowered_whole():

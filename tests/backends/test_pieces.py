@@ -166,3 +166,11 @@ def test_slices_of_what_is_written_stay_inside():
 
     (part,) = pieces(traced(step, torch.randn(4)))
     assert [n.op for n in part.inputs] == ["placeholder"]
+
+
+def test_what_the_caller_owns_is_told_by_its_name():
+    """Inductor takes any other input for one that its last reader frees."""
+    step = training(4)
+    for piece in (*pieces(step), one_piece(step)):
+        placeholders = piece.graph.find_nodes(op="placeholder")
+        assert [n.target.startswith("arg") for n in placeholders] == [n.op == "placeholder" for n in piece.inputs]
