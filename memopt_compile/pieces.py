@@ -46,6 +46,7 @@ from .repetition import longest_repetition
 from .step_graph import StepGraph, aliased_args, mutated_args, nbytes
 
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
+OWNED = "arg"  # Inductor holds inputs so named for its caller's, and takes any other for one it may free
 WORTH = 30  # operators, a second of compilation: a repetition that saves less is not worth the calls
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
@@ -276,7 +277,7 @@ def one_piece(step: StepGraph) -> Piece:
     """The whole step as one piece, its inputs and results as they are."""
     graph, env = fx.Graph(), {}
     for i, node in enumerate(step.placeholders):
-        env[node] = graph.placeholder(f"arg{i}")
+        env[node] = graph.placeholder(f"{OWNED}{i}")
         env[node].meta = dict(node.meta)
     results = graph.graph_copy(step.graph, env)
     graph.output(tuple(results))
@@ -304,9 +305,8 @@ def _draft(stretch: list[fx.Node]) -> Draft:
     for node in stretch:
         for source in outer(node):
             if source not in env:
-                # What Inductor is to hold as its caller's, and not to free, it knows by this name.
-                kept = source.op == "placeholder"
-                env[source] = graph.placeholder(f"{'arg' if kept else 'a'}{len(inputs)}")
+                name = OWNED if source.op == "placeholder" else "a"
+                env[source] = graph.placeholder(f"{name}{len(inputs)}")
                 env[source].meta = {"val": _handed(source)}
                 inputs.append(source)
 
