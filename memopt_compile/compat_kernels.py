@@ -18,7 +18,7 @@ import torch
 from torch._inductor import ir, memory
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.loop_body import LoopBody
-from torch._inductor.scheduler import SchedulerBuffer, SchedulerNode
+from torch._inductor.scheduler import NodeUser, SchedulerBuffer, SchedulerNode
 from torch._inductor.virtualized import V
 
 SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
@@ -28,8 +28,8 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _written_by_another_name(), _in_registers(),
-          torch.compiler.config.patch(cache_key_tag=tag)):
+    with (_read_before_written(), _freed_between(), _written_over(), _written_by_another_name(),
+          _in_registers(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
 
@@ -77,6 +77,34 @@ def _freed_between() -> contextlib.AbstractContextManager:
         return full(self) or _waiting_bytes(self.scheduler) > _given_bytes() / SMALL
 
     return mock.patch.object(CppScheduling, "ready_to_flush", ready)
+
+
+def _written_over() -> contextlib.AbstractContextManager:
+    """A loop may write over an operand that nothing reads after it, whatever else has to wait for both.
+
+    Inductor takes an operator that must only come later (it writes to a parameter which made the operand) for
+    another reader: in a step with its updates, loops over most activations would be given memory of their own.
+    """
+    decide = SchedulerNode.decide_inplace_update
+
+    def decided(self: SchedulerNode) -> None:
+        read = {dep.name: self.scheduler.name_to_buf[dep.name] for dep in self.read_writes.reads
+                if dep.name in self.scheduler.name_to_buf}
+        users = {name: buffer.users for name, buffer in read.items()}
+        try:
+            for name, buffer in read.items():
+                buffer.users = [user for user in buffer.users if not _only_waits(user, name)]
+            decide(self)
+        finally:
+            for name, buffer in read.items():
+                buffer.users = users[name]
+
+    return mock.patch.object(SchedulerNode, "decide_inplace_update", decided)
+
+
+def _only_waits(user: NodeUser, name: str) -> bool:
+    return user.is_weak and all(getattr(dep, "is_fake", False)
+                                for dep in user.node.read_writes.reads if dep.name == name)
 
 
 def _written_by_another_name() -> contextlib.AbstractContextManager:

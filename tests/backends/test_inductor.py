@@ -311,6 +311,21 @@ def test_an_update_is_not_put_off():
     assert [call[:3] for call in calls] == ["= t", "cpp"] * 3
 
 
+def test_a_loop_may_write_over_what_an_update_waits_for():
+    """The matrix product reads the weight, and so has to come before its update: that is no use of the product."""
+    def step(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        result = torch.mm(x, weight).tanh()
+        weight.copy_(weight * 0.9)
+        return (result,)
+
+    x, weight = torch.rand(6, 8), torch.rand(8, 8)
+    run_step, source = compat_inductor.compile_graph(make_fx(step, tracing_mode="fake")(x, weight))
+    assert source.count("= empty_strided_cpu(") == 1
+    (expected,) = step(x, updated := weight.clone())
+    torch.testing.assert_close(run_step([x, weight])[0], expected)
+    torch.testing.assert_close(weight, updated)
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)
