@@ -125,6 +125,7 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
+    _products_apart(module)
     _copy_as_computed(module)
     _scalars_once(module)
     _layouts_as_traced(module)
@@ -255,6 +256,21 @@ def _spell_out_alpha(module: fx.GraphModule) -> None:
                 scaled.meta["val"] = aten.mul.Tensor(other.meta["val"], alpha)
             node.args, node.kwargs = (node.args[0], scaled), {}
     module.recompile()
+
+
+def _products_apart(module: fx.GraphModule) -> None:
+    """Add to a product what is computed for it in the loop that reads the sum.
+
+    Inductor makes ``addmm`` of ``add(mm(a, b), c)``, and a buffer for ``c``: beside the gradient of a matrix
+    its weight decay. On a GPU it leaves the two apart itself, if what reads them is pointwise.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for product, other in (node.args[:2], node.args[1::-1]):
+            if (isinstance(other, fx.Node) and getattr(product, "target", None) is aten.mm.default
+                    and len(product.users) == 1 and torch.Tag.pointwise in getattr(other.target, "tags", ())
+                    and other.meta["val"].shape == product.meta["val"].shape):
+                store(product)
 
 
 def _fake_mode(values: Sequence[Any]) -> Any:

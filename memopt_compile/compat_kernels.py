@@ -29,7 +29,7 @@ def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
     with (_read_before_written(), _freed_between(), _written_over(), _written_by_another_name(),
-          _in_registers(), torch.compiler.config.patch(cache_key_tag=tag)):
+          _counted_once(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
 
@@ -121,8 +121,9 @@ def _written_by_another_name() -> contextlib.AbstractContextManager:
     return mock.patch.object(LoopBody, "get_read_expr", found)
 
 
-def _in_registers() -> contextlib.AbstractContextManager:
-    """What one loop makes and only the same loop reads takes no memory.
+def _counted_once() -> contextlib.AbstractContextManager:
+    """What one loop makes and only the same loop reads takes no memory, and what is written over its operand
+    takes the operand's.
 
     Inductor orders kernels by an estimate of their peak which counts every result of a fused loop: the update
     of a parameter seems to need several times its gradient, and is put off for as long as that hides it.
@@ -130,10 +131,24 @@ def _in_registers() -> contextlib.AbstractContextManager:
     sizes_of = memory.compute_size_for_scheduler_buffer
 
     def sizes(buffers: dict[str, SchedulerBuffer]) -> dict[str, tuple[int, int]]:
-        found = sizes_of(buffers)
-        return {name: (0, 0) if _stays_in_its_loop(buffers[name]) else size for name, size in found.items()}
+        found = {name: (0, 0) if _stays_in_its_loop(buffers[name]) else size
+                 for name, size in sizes_of(buffers).items()}
+        for name, buffer in buffers.items():
+            over = _written_to(buffer)
+            if over in found and found[over][0] == found[name][1]:
+                found[name], found[over] = (found[name][0], 0), (0, found[over][1])
+        return found
 
     return mock.patch.object(memory, "compute_size_for_scheduler_buffer", sizes)
+
+
+def _written_to(buffer: SchedulerBuffer) -> str | None:
+    """The result of the loop that alone reads `buffer` and may write over it."""
+    users = [user for user in buffer.users if not _only_waits(user, buffer.get_name())]
+    if len(users) != 1 or not users[0].can_inplace:
+        return None
+    results = users[0].node.get_outputs()
+    return results[0].get_name() if len(results) == 1 and not results[0].get_mutations() else None
 
 
 def _stays_in_its_loop(buffer: SchedulerBuffer) -> bool:

@@ -326,6 +326,39 @@ def test_a_loop_may_write_over_what_an_update_waits_for():
     torch.testing.assert_close(weight, updated)
 
 
+def test_what_is_written_over_its_operand_hides_no_peak():
+    """Counted twice, the hyperbolic tangent would need more than all that comes after it in any order."""
+    def step(*args: Tensor) -> tuple[()]:
+        x, first, second, third, narrow = args
+        hidden = torch.mm(x, first).tanh()
+        gradient = torch.mm(hidden.permute(1, 0), x)
+        third.copy_(third - torch.mm(torch.mm(hidden, narrow).permute(1, 0), x))
+        second.copy_(second - gradient)
+        return ()
+
+    given = [torch.rand(n, m) for n, m in ((64, 16), (16, 64), (64, 16), (16, 16), (64, 16))]
+    run_step, source = compat_inductor.compile_graph(make_fx(step, tracing_mode="fake")(*given))
+    calls = re.findall(r"extern_kernels\.mm|cpp_fused_\w*(?=\()", source[source.index("def call("):])
+    assert [call[:3] for call in calls] == ["ext", "cpp", "ext", "cpp", "ext", "ext", "cpp"]
+    step(*(expected := [value.clone() for value in given]))
+    run_step(list(given))
+    torch.testing.assert_close(given, expected)
+
+
+def test_weight_decay_takes_no_second_gradient():
+    """It is added to the gradient in the loop of the update, where `addmm` would need it as a tensor."""
+    def update(x: Tensor, gradient: Tensor, weight: Tensor) -> tuple[()]:
+        weight.copy_(weight - 0.5 * torch.add(torch.mm(x.permute(1, 0), gradient), weight, alpha=0.1))
+        return ()
+
+    given = [torch.rand(6, 8), torch.rand(6, 5), torch.rand(8, 5)]
+    run_step, source = compat_inductor.compile_graph(make_fx(update, tracing_mode="fake")(*given))
+    assert source.count("= empty_strided_cpu(") == 1
+    update(*(expected := [value.clone() for value in given]))
+    run_step(list(given))
+    torch.testing.assert_close(given, expected)
+
+
 def test_dynamic_sizes_are_lowered_whole():
     step = training(2, dynamic=True)
     lowered = inductor.lower(step)
