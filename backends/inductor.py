@@ -42,7 +42,7 @@ from ..pieces import (
     root,
 )
 from ..step_graph import StepGraph, op_name
-from ..storing import store_between
+from ..storing import store_before_updates, store_between
 from ..transfers import TO_HOST, is_transfer
 
 # Operators whose fake results are new tensors, though they make none of the device.
@@ -126,6 +126,7 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
                 if key not in _cache:
                     new[name] = key
                     store_between(part.graph)
+                    store_before_updates(part.graph)
                 bound[name] = _cache.get(key) or _Compiled(*compat_inductor.compile_graph(part.module()))
     _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
     text, objects = source(step, list(zip(called, parts)))

@@ -37,7 +37,7 @@ from .compat_kernels import as_memopt_wants
 
 __all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
            "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
-           "kernels_in_background", "settings", "store", "warm_up"]
+           "kernels_in_background", "settings", "store", "warm_up", "written_out"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -147,6 +147,13 @@ def store(node: fx.Node) -> fx.Node:
     stored.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
     return stored
+
+
+def written_out(given: Any, result: Any) -> bool:
+    """Whether Inductor writes a reduction of `given` to `result` out as an expression of its elements."""
+    sizes = [value.numel() if isinstance(value, Tensor) else 0 for value in (given, result)]
+    return all(isinstance(n, int) and n for n in sizes) and (
+        1 < sizes[0] // sizes[1] < config.unroll_reductions_threshold)
 
 
 def _copy_as_computed(module: fx.GraphModule) -> None:

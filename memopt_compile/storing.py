@@ -8,17 +8,23 @@ of one, and the peak is above what the schedule says. A result is stored if all 
 2. Inductor does not store it anyway, for a library call that reads it or to hand it on;
 3. operands that the piece makes and nothing else needs so late hold more bytes than the result.
 
-Memory: what rule 3 adds up dies, and the result takes its place. Numbers: the same operators on the same
-values, but another loop may be fused with others, and so sums may be taken in another order.
+A reduction of few elements Inductor writes out in the loop that reads it. One that reads a parameter, in
+the loop of that parameter's update, would need neighbours that the loop has written: the update then comes
+in a loop of its own, and what both need waits between as tensors. Such a reduction is stored.
+
+Memory: what rule 3 adds up dies, and the result takes its place; in the place of tensors like a parameter
+are its small reductions. Numbers: the same operators on the same values, but another loop may be fused with
+others, and so sums may be taken in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, fx
 
-from .compat_inductor import STORE, store
+from .compat_inductor import STORE, store, written_out
 from .costs import is_library
 from .ordering import fuses
 from .step_graph import aliased_args, mutated_args, nbytes
@@ -38,6 +44,31 @@ def store_between(graph: fx.Graph) -> None:
         freed = [o for o in _operands(node) if all(place[r] < max(at) for r in _readers(o, without=node))]
         if sum(nbytes(o.meta["val"]) for o in freed) > nbytes(node.meta["val"]):  # rule 3
             store(node)
+
+
+def store_before_updates(graph: fx.Graph) -> None:
+    """Store the reductions that would keep an update apart from the loop that computes it."""
+    for update in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        for node in _computed_with(update):
+            if _is_small(node) and update.args[0] in _computed_with(node):
+                store(node)
+
+
+def _is_small(node: fx.Node) -> bool:
+    return (torch.Tag.reduction in getattr(node.target, "tags", ()) and isinstance(node.args[0], fx.Node)
+            and written_out(node.args[0].meta["val"], node.meta["val"]))
+
+
+def _computed_with(node: fx.Node) -> list[fx.Node]:
+    """What the loop that computes `node` reads or computes on the way, small reductions too."""
+    found, stack = {node: None}, [node]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand not in found:
+                found[operand] = None
+                if _passed_through(operand) or _is_small(operand):
+                    stack.append(operand)
+    return list(found)[1:]
 
 
 def _is_call(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memopt_compile.backends import inductor
 from memopt_compile.compat_inductor import STORE
 from memopt_compile.step_graph import StepGraph
-from memopt_compile.storing import store_between
+from memopt_compile.storing import store_before_updates, store_between
 
 GIVEN = torch.randn(256, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
 
@@ -53,6 +53,38 @@ def test_what_is_stored(function: Callable, stored: int):
     assert len(made) == stored
     for node in made:
         assert node.args[0].target is torch.ops.aten.where.self and list(node.args[0].users) == [node]
+
+
+def normalized(gradient: Tensor, parameter: Tensor, momentum: Tensor) -> tuple[()]:
+    """An update whose gradient has the sum of a row of the parameter in it."""
+    new = gradient - parameter * (gradient * parameter).sum(-1, keepdim=True)
+    momentum.copy_(0.9 * momentum + new)
+    parameter.copy_(parameter - 0.1 * (0.9 * momentum + new))
+    return ()
+
+
+def of_another(gradient: Tensor, parameter: Tensor, momentum: Tensor) -> tuple[()]:
+    parameter.copy_(parameter - gradient * (gradient * momentum).sum(-1, keepdim=True))
+    return ()
+
+
+@pytest.mark.parametrize("function, width, stored", [(normalized, 5, 1), (normalized, 64, 0), (of_another, 5, 0)])
+def test_small_reductions_are_stored_before_updates(function: Callable, width: int, stored: int):
+    module = make_fx(function, tracing_mode="fake")(*(torch.rand(128, width) for _ in range(3)))
+    store_before_updates(module.graph)
+    made = module.graph.find_nodes(op="call_function", target=STORE)
+    assert [node.args[0].target for node in made] == [torch.ops.aten.sum.dim_IntList] * stored
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler")
+def test_update_beside_small_reduction():
+    given = [torch.randn(128, 5, dtype=torch.float64) for _ in range(3)]
+    run = inductor.lower(StepGraph(make_fx(normalized, tracing_mode="fake")(*given), ()))
+    assert run.transient_peak_bytes() == given[0].nbytes // 5  # the sums; 2.13 would hold the gradient
+    normalized(*(expected := [value.clone() for value in given]))
+    run(list(given))
+    torch.testing.assert_close(given, expected)
 
 
 @pytest.mark.inductor
