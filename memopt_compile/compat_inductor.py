@@ -200,11 +200,11 @@ def _scalars_once(module: fx.GraphModule) -> None:
 
 
 def _layouts_as_traced(module: fx.GraphModule) -> None:
-    """Hand convolutions what was copied into another layout in that layout, also of one channel.
+    """Hand convolutions what was copied into another layout in that layout.
 
-    Its strides then fit both layouts. Inductor takes the ordinary ones for a buffer that no other graph
-    sees, and PyTorch chooses the kernel by them: the same convolution would be computed by another
-    one, and its result copied, depending on who else reads its operand.
+    Inductor takes the ordinary one for a buffer that no other graph sees, save of images. Of one channel
+    the strides fit both layouts, and PyTorch chooses the kernel by them: the same convolution would be
+    computed by another one, and its result copied, depending on who else reads its operand.
     """
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.clone.default):
@@ -212,7 +212,9 @@ def _layouts_as_traced(module: fx.GraphModule) -> None:
         # (A copy into the same layout may be taken out, and `as_strided` of a view is not to be trusted.)
         readers = [user for user in node.users
                    if user.target in (aten.convolution.default, aten.convolution_backward.default)]
-        if readers and layouts[0] != layouts[1] and value.is_contiguous():
+        if readers and layouts[0] != layouts[1] and not value.is_contiguous():
+            store(node)
+        elif readers and layouts[0] != layouts[1]:
             with module.graph.inserting_after(node):
                 same = module.graph.call_function(
                     aten.as_strided.default, (node, list(value.shape), list(layouts[0])))

@@ -212,6 +212,19 @@ def test_one_channel_reaches_a_convolution_as_it_was_traced():
     assert call.count("= empty_strided_cpu(") == 1
 
 
+def test_volumes_reach_a_transposed_convolution_as_they_were_traced():
+    """In the ordinary layout, which Inductor would choose, its backward needs a workspace."""
+    def convolve(volume: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (F.conv_transpose3d(volume.clone(memory_format=torch.channels_last_3d), weight),)
+
+    given = torch.randn(2, 4, 3, 4, 5), torch.randn(4, 5, 3, 3, 3)
+    made, source = compat_inductor.compile_graph(make_fx(convolve, tracing_mode="fake")(*given))
+    (got,), (expected,) = made(list(given)), convolve(*given)
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected)
+    assert "= empty_strided_cpu((2, 4, 3, 4, 5), (240, 1, 80, 20, 4)" in source
+
+
 def test_loops_of_a_cpu_are_freed_between():
     """None of these loops can be one with the next: Inductor would hold the results of all of them."""
 

@@ -128,7 +128,7 @@ def main() -> None:
     tables = kept(given.write)
     wanted = [(which, case.name) for which in given.only or run.SETS for case in run.cases(which)
               if not given.names or case.name in given.names]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("forkserver").Pool(1, maxtasksperchild=1) as pool:
         for i, (which, made) in enumerate(pool.imap(cells, wanted), 1):
             tables[which][made[0]] = made
             print(f"[{i}/{len(wanted)}]", *made, sep="  ", flush=True)
