@@ -40,7 +40,8 @@ class Measurement:
 
     `timeline` holds (seconds since the first event, live bytes, resident ones included) after each
     change, and starts with the resident bytes. `by_category` sums to `peak_bytes`: what was alive
-    before by its role (see `ROLES`), what the call allocated as "transient".
+    before by its role (see `ROLES`), what the call allocated as "transient". `categories` has the same for
+    every entry of the timeline.
     """
 
     peak_bytes: int
@@ -51,7 +52,14 @@ class Measurement:
     by_category: Mapping[str, int]
     device: str
     timeline: tuple[tuple[float, int], ...] = field(repr=False)
+    held: tuple[Mapping[str, int], ...] = field(repr=False)  # what is left of each role, as the timeline goes
     result: Any = field(repr=False)
+
+    @property
+    def categories(self) -> list[tuple[float, dict[str, int]]]:
+        """(seconds, bytes by category) for every entry of the timeline."""
+        return [(seconds, {**held, "transient": live - sum(held.values())})
+                for (seconds, live), held in zip(self.timeline, self.held)]
 
 
 def measure(
@@ -80,10 +88,10 @@ def measure(
     for block in blocks:
         roles[block.role] += block.nbytes if block.device == device else 0
     resident_bytes = live = peak = sum(roles.values())
-    at_peak = dict(roles)
+    at_peak = now = dict(roles)
     result, events = _record(partial(fn, *args, **kwargs), device)
     watched.clear()
-    timeline = [(0.0, live)]
+    timeline, held = [(0.0, live)], [now]
     window: dict[int, int] = {}  # The call's own live blocks: address to bytes.
     marks: set[int] = set()
     allocations = 0
@@ -92,13 +100,13 @@ def measure(
             marks.add(address)
             block = deaths[address].popleft()
             if block.device == device:
-                roles[block.role] -= block.nbytes
-                live -= block.nbytes
+                now = {**now, block.role: now[block.role] - block.nbytes}
+                live -= block.nbytes if device == "cpu" else 0
         elif address in marks:
             marks.remove(address)
-        elif device == "cuda":  # Its allocator knows every size, and its marks are elsewhere.
-            allocations += nbytes > 0
-            live += nbytes
+        elif device == "cuda":  # Its allocator knows every size; of the CPU only marks are wanted.
+            allocations += nbytes > 0 and not address
+            live += 0 if address else nbytes
         elif nbytes > 0:
             allocations += 1
             live += nbytes - window.pop(address, 0)  # Still there if another thread freed it.
@@ -109,18 +117,20 @@ def measure(
         # its mark, or one that the caller left out of the account.
         if live != timeline[-1][1]:  # A mark's own release, say, is no change.
             timeline.append(((start_ns - events[0][0]) * 1e-9, live))
+            held.append(now)
         if live > peak:
-            peak, at_peak = live, dict(roles)
-    held = {role: size for role, size in at_peak.items() if size}
+            peak, at_peak = live, now
+    found = {role: size for role, size in at_peak.items() if size}
     return Measurement(
         peak_bytes=peak,
         resident_bytes=resident_bytes,
         transient_peak_bytes=peak - resident_bytes,
         end_bytes=live - resident_bytes,
         allocations=allocations,
-        by_category={**held, "transient": peak - sum(held.values())},
+        by_category={**found, "transient": peak - sum(found.values())},
         device=device,
         timeline=tuple(timeline),
+        held=tuple(held),
         result=result,
     )
 
@@ -226,7 +236,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, int, int]]]:
-    """Run `call`; list (start in ns, bytes, address) of a device's events, releases negative.
+    """Run `call`; list (start in ns, bytes, address) of a device's events, releases negative, and of marks.
 
     Addresses are those of the CPU's blocks: releases on CUDA outside any operator are in the flat
     list alone.
@@ -242,10 +252,12 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     while pending:
         node = pending.popleft()
         pending.extend(node.children)
-        if node.name == "[memory]" and node.extra_fields.device.type == device:
+        if node.name == "[memory]" and node.extra_fields.device.type == "cpu":
             block = node.extra_fields
             addresses[node.start_time_ns, block.alloc_size].append(block.ptr)
     flat = (event for event in kineto.events() if event.name() == "[memory]")
-    mine = [event for event in flat if event.device_type().name == device.upper()]
-    order = sorted(((e.start_ns(), e.nbytes()) for e in mine), key=lambda event: event[0])
-    return result, [(*event, addresses[event].popleft() if device == "cpu" else 0) for event in order]
+    mine = [event for event in flat if event.device_type().name == device.upper()
+            or event.device_type().name == "CPU" and abs(event.nbytes()) == _MARK_BYTES]
+    order = sorted(((e.start_ns(), e.nbytes(), e.device_type().name) for e in mine), key=lambda event: event[0])
+    return result, [(start, size, addresses[start, size].popleft() if where == "CPU" else 0)
+                    for start, size, where in order]

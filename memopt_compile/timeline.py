@@ -1,4 +1,7 @@
-"""Draw memory over time: one or several timelines, their peaks and a budget, as one picture."""
+"""Draw memory over time: one or several timelines, their peaks and a budget, as one picture.
+
+A single measurement is drawn with what holds the bytes, category upon category.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,23 @@ Timeline = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 900, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 876, 92, 404  # the plot's edges inside the picture
-_COLORS = 4  # how many lines look different
+_COLORS = 7  # how many lines or categories look different
 
 # Colours that people with any colour vision tell apart, in a light and a dark set.
 _STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --faint: #59636e; --grid: #e3e7eb; --budget: #b3261e;
-  --c0: #0b6bb8; --c1: #c2550a; --c2: #00795c; --c3: #a3447f; background: var(--page);
+  --c0: #0b6bb8; --c1: #c2550a; --c2: #00795c; --c3: #a3447f; --c4: #7a6a00; --c5: #5b51b5;
+  --c6: #6b5b52; background: var(--page);
   font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) { svg { --page: #14171b; --ink: #e8eaed; --faint: #a3abb5;
   --grid: #2c3138; --budget: #ff8a80; --c0: #5db3f5; --c1: #f7a35c; --c2: #40c99b;
-  --c3: #e493c4; } }
+  --c3: #e493c4; --c4: #d6c13c; --c5: #aaa2f2; --c6: #c0aea4; } }
 text { fill: var(--ink); } .faint { fill: var(--faint); } .title { font-size: 17px;
   font-weight: 600; } .grid { stroke: var(--grid); } .number { font-weight: 600;
   paint-order: stroke; stroke: var(--page); stroke-width: 4px; stroke-linejoin: round; }
 .budget { stroke: var(--budget); stroke-width: 1.5; stroke-dasharray: 6 4; }
 text.over { fill: var(--budget); } .line { fill: none; stroke-width: 1.6; } .area { opacity: .1; }
+.band { stroke: var(--page); stroke-width: .5; }
 """
 
 
@@ -39,8 +44,8 @@ def draw(
 ) -> None:
     """Write a picture of memory over time to `path`: an SVG, or a page holding it for `.html`.
 
-    `timelines` is a measurement, or (position, live bytes) pairs, or several of these by label,
-    say before and after. If all are measurements the horizontal axis is time; otherwise each
+    `timelines` is a measurement, drawn by category, or (position, live bytes) pairs, or several of
+    these by label, say before and after. If all are measurements the horizontal axis is time; otherwise each
     timeline is stretched over its own length, so that a planned one compares with a measured one.
     Raises ValueError if there is nothing to draw, and OSError if the file cannot be written.
     """
@@ -56,10 +61,26 @@ def draw(
 
     numbers: list[tuple[float, float]] = []  # where peaks' numbers already stand
     labels, legend = [], float(_LEFT)
+
+    def shape(line: Timeline) -> tuple[str, str]:
+        trace = _trace([(x(position), y(size)) for position, size in line])
+        return trace, f"{trace}V{y(0):.1f}H{_LEFT}Z"
+
+    def name(label: str, color: str) -> str:
+        nonlocal legend
+        swatch = f'x="{legend}" y="50" width="14" height="10" rx="2" style="fill:{color}"'
+        text = f'<rect {swatch}/><text x="{legend + 20}" y="60">{escape(label)}</text>'
+        legend += 34 + 6.9 * len(label)
+        return text
+
+    if isinstance(timelines, Measurement):
+        for index, (label, line) in enumerate(_piled(timelines).items()):
+            color = f"color-mix(in srgb, var(--c{index % _COLORS}) 45%, var(--page))"
+            parts.insert(0, f'<path class="band" style="fill:{color}" d="{shape(_stretched(line, timed))[1]}"/>')
+            parts.append(name(label, color))
     for index, (label, line) in enumerate(lines.items()):
         color = f"var(--c{index % _COLORS})"
-        trace = _trace([(x(position), y(size)) for position, size in line])
-        shut = f"{trace}V{y(0):.1f}H{_LEFT}Z"
+        trace, shut = shape(line)
         parts.append(f'<path class="area" style="fill:{color}" d="{shut}"/>')
         parts.append(f'<path class="line" style="stroke:{color}" d="{trace}"/>')
         position, size = max(line, key=lambda point: point[1])
@@ -73,9 +94,7 @@ def draw(
         text = f"{size / 2**20:,.1f} MiB"
         labels.append(f'<text class="number" x="{at:.1f}" y="{height:.1f}" {style}>{text}</text>')
         if label:
-            swatch = f'x="{legend}" y="50" width="14" height="10" rx="2" style="fill:{color}"'
-            parts.append(f'<rect {swatch}/><text x="{legend + 20}" y="60">{escape(label)}</text>')
-            legend += 48 + 7.5 * len(label)
+            parts.append(name(label, color))
     if budget_bytes is not None:
         line, label = limit_line("budget", budget_bytes, y)
         parts.append(line)
@@ -133,6 +152,18 @@ _END, _MID = 'text-anchor="end"', 'text-anchor="middle"'
 
 def _points(timeline: Measurement | Timeline) -> Timeline:
     return timeline.timeline if isinstance(timeline, Measurement) else timeline
+
+
+def _piled(measurement: Measurement) -> dict[str, list[tuple[float, float]]]:
+    """The bytes of each category that is ever there on top of those before it."""
+    categories = measurement.categories
+    piled, height = {}, [0] * len(categories)
+    for label in categories[0][1]:
+        sizes = [held[label] for _, held in categories]
+        if any(sizes):
+            height = [below + size for below, size in zip(height, sizes)]
+            piled[label] = [(seconds, at) for (seconds, _), at in zip(categories, height)]
+    return piled
 
 
 def _stretched(points: Timeline, timed: bool) -> list[tuple[float, float]]:

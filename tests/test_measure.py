@@ -113,6 +113,9 @@ def test_repeated_measurement_is_identical_and_categories_add_up():
     assert held["inputs"] == batch.nbytes
     assert sum(held.values()) == found[0].peak_bytes == max(size for _, size in found[0].timeline)
     assert found[0].end_bytes == 4  # the loss
+    over_time = found[0].categories
+    assert [(seconds, sum(held.values())) for seconds, held in over_time] == list(found[0].timeline)
+    assert min(min(held.values()) for _, held in over_time) == 0
 
 
 def test_gradients_alive_before_the_call_are_resident_until_dropped():
@@ -122,6 +125,8 @@ def test_gradients_alive_before_the_call_are_resident_until_dropped():
     found = measure(model.zero_grad, resident=model)
     assert found.by_category["gradients"] == gradients
     assert found.end_bytes == -gradients
+    left = [held["gradients"] for _, held in found.categories]
+    assert left[0] == gradients and left[-1] == 0 and left == sorted(left, reverse=True)
 
 
 def test_tied_weights_views_and_state_count_once():
@@ -212,6 +217,8 @@ def test_picture_of_a_planned_timeline_and_of_many_points(tmp_path):
     assert len(page) < 200_000  # thinned to what can be seen
     ElementTree.fromstring(page[page.index("<svg") : page.index("</body>")])
     draw(measure(block, MIB, resident=()), tmp_path / "one.svg")
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn.count('class="band"') == 1 and ">transient<" in drawn and ">parameters<" not in drawn
     with pytest.raises(ValueError, match="no timeline"):
         draw({}, tmp_path / "none.svg")
 
