@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "adapt": (False, True),
     "costs": ("roofline", "measured"),
     "lowering": ("inductor", "eager"),
+    "pieces": (True, False),
     "cuda_graphs": (False, True),
     "verify": (False, True),
 }
@@ -63,6 +64,8 @@ class Options:
         costs: seconds by which plans are compared: by the "roofline" of the device, or "measured" by
             running the step's operators on made-up tensors, kept on disk.
         lowering: "inductor", or "eager", an interpreter that frees each value at its last use.
+        pieces: Inductor compiles each distinct piece of the step once and keeps the planned order between
+            them; False: the step as one big graph, ordered by Inductor, which takes longer to compile.
         cuda_graphs: on CUDA, record the step as one CUDA graph and launch that from the third call on, which
             keeps the memory that the step frees (see `replaying`).
         verify: run one shadow step against eager and report the largest difference.
@@ -84,6 +87,7 @@ class Options:
     adapt: bool = False
     costs: str = "roofline"
     lowering: str = "inductor"
+    pieces: bool = True
     cuda_graphs: bool = False
     verify: bool = False
     dump: str | os.PathLike[str] | None = None

@@ -132,22 +132,22 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
     step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
                                               record.device, observe, formats, record.heads)
     record.step, record.after = step, timeline(step, workspace)
-    run, peak = _lowered(step, record.lowering)
+    run, peak = _lowered(step, record)
     program = Program(run, step.plan, peak)
     if step.plan and watch.watched:
         pipelines.run(watch.step, pipelines.behind_compression(
             record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
-        watching, with_counts = _lowered(watch.step, record.lowering)
+        watching, with_counts = _lowered(watch.step, record)
         program = Program(run, step.plan, max(peak, with_counts), watching, watch.watched)
     record.predicted_peak_bytes = program.peak_bytes
     return program
 
 
-def _lowered(step: StepGraph, lowering: str) -> tuple[Callable, int]:
+def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
     """A boxed callable, and the bytes of its peak."""
-    if lowering == "eager":
-        return eager.lower(step), timeline(step, workspace_of(step, lowering)).peak_bytes
-    lowered = inductor.lower(step)
+    if record.lowering == "eager":
+        return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
+    lowered = inductor.lower(step, whole=not record.options.pieces)
     return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
 
 

@@ -27,6 +27,7 @@ def test_defaults():
         "adapt": False,
         "costs": "roofline",
         "lowering": "inductor",
+        "pieces": True,
         "cuda_graphs": False,
         "verify": False,
         "dump": None,
@@ -52,6 +53,7 @@ ACCEPTED = {
     "adapt": [False],  # True needs more: tests/test_adaptation.py
     "costs": ["roofline", "measured"],
     "lowering": ["inductor", "eager"],
+    "pieces": [True, False],
     "cuda_graphs": [False, True],
     "verify": [False, True],
     "dump": [None, "dump", Path("dump")],
@@ -71,6 +73,7 @@ REFUSED = {
     "adapt": [1],
     "costs": ["guess", None],
     "lowering": ["aot_eager", None],
+    "pieces": [0, 4],
     "cuda_graphs": [1, None],
     "verify": ["yes"],
     "dump": ["", True, 3],

@@ -51,8 +51,8 @@ def test_a_smaller_budget_has_no_faster_step(record, planned, most, by, seed):
             planned[limit] = rewritten(step, options, lowering, costs, limit, *rest)
         return planned[limit]
 
-    def lowered(step, lowering):
-        peak = timeline(step, workspace(step, lowering)).peak_bytes
+    def lowered(step, record):
+        peak = timeline(step, workspace(step, record.lowering)).peak_bytes
         tried.append(peak + int(hashlib.sha256(b"%d%d" % (seed, peak)).digest()[0] / 255 * most * beyond))
         return None, tried[-1]
 

@@ -1,0 +1,205 @@
+"""Single graphs as Inductor compiles them for memopt: numbers, layouts, order of kernels and their bytes."""
+
+import contextlib
+import copy
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt_compile import compat_inductor, compat_kernels
+from memopt_compile.backends import inductor
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler"),
+]
+
+
+def test_number_of_a_whole_loop_is_computed_once():
+    """As the bias correction of Adam: not again for every few elements of the loop."""
+    def correct(moment: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        return moment * 0.9**count, moment * moment[3]
+
+    given = torch.randn(64), torch.tensor(3.0)
+    made, source = compat_inductor.compile_graph(make_fx(correct, tracing_mode="fake")(*given))
+    torch.testing.assert_close(tuple(made(list(given))), correct(*given))
+    assert "empty_strided_cpu((), ()" in source
+
+
+def test_one_channel_reaches_a_convolution_as_it_was_traced():
+    """Its strides fit two layouts, and the convolution's kernel goes by them: channels-last needs no copy."""
+    def convolve(image: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (F.conv2d(image.clone(memory_format=torch.channels_last), weight, padding=1),)
+
+    given = torch.randn(4, 1, 28, 28), torch.randn(16, 1, 3, 3)
+    made, source = compat_inductor.compile_graph(make_fx(convolve, tracing_mode="fake")(*given))
+    (got,), (expected,) = made(list(given)), convolve(*given)
+    assert got.stride() == expected.stride() and torch.equal(got, expected)
+    call = source[source.index("def call"):source.index("return (")]
+    assert call.count("= empty_strided_cpu(") == 1
+
+
+def test_volumes_reach_a_transposed_convolution_as_they_were_traced():
+    """In the ordinary layout, which Inductor would choose, its backward needs a workspace."""
+    def convolve(volume: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (F.conv_transpose3d(volume.clone(memory_format=torch.channels_last_3d), weight),)
+
+    given = torch.randn(2, 4, 3, 4, 5), torch.randn(4, 5, 3, 3, 3)
+    made, source = compat_inductor.compile_graph(make_fx(convolve, tracing_mode="fake")(*given))
+    (got,), (expected,) = made(list(given)), convolve(*given)
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected)
+    assert "= empty_strided_cpu((2, 4, 3, 4, 5), (240, 1, 80, 20, 4)" in source
+
+
+def test_loops_of_a_cpu_are_freed_between():
+    """None of these loops can be one with the next: Inductor would hold the results of all of them."""
+
+    def pooled_again_and_again(x):
+        for _ in range(4):
+            x = F.avg_pool1d(x.sum(0, keepdim=True) * x, 3, 1, 1)
+        return (x.sum(),)
+
+    module = make_fx(pooled_again_and_again, decomposition_table=inductor.decompositions(),
+                     tracing_mode="fake")(torch.randn(8, 64))
+    peaks = []
+    for scope in (contextlib.nullcontext, compat_kernels.as_memopt_wants):
+        with mock.patch.object(compat_inductor, "as_memopt_wants", scope), \
+                inductor_config.patch(force_disable_caches=True):
+            _, source = compat_inductor.compile_graph(copy.deepcopy(module))
+            with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch(
+                    (), lambda *_: 0) as watch:
+                compat_inductor.dry_call(source)([torch.empty(8, 64)])
+        peaks.append(watch.peak_bytes)
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_caches_on_disk_know_the_processor(monkeypatch):
+    tags = set()
+    for width in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", width.lower)
+        tags.add(compat_kernels.cache_tag())
+    assert len(tags) == 2
+
+
+def test_caches_on_disk_know_the_version_of_what_changes_inductor():
+    before = torch.compiler.config.cache_key_tag
+    with compat_kernels.as_memopt_wants():
+        assert torch.compiler.config.cache_key_tag.startswith(before)
+        assert compat_kernels.cache_tag() in torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == before
+
+
+@torch.library.custom_op("memopt_tests::write", mutates_args=("into",))
+def write(into: list[Tensor]) -> None:
+    for each in into:
+        each.fill_(-1)
+
+
+def test_what_reads_an_input_is_computed_before_an_operator_writes_to_it():
+    """As a parameter is decoded for backward, then updated where it is, and then the product is taken."""
+    def product(parameter: Tensor, x: Tensor) -> tuple[Tensor]:
+        decoded = (parameter * 2).view(8, 8)
+        write([parameter])
+        return (x @ decoded,)
+
+    given = torch.randn(64), torch.randn(4, 8)
+    expected, = product(given[0].clone(), given[1])
+    with inductor_config.patch(force_disable_caches=True):
+        made, _ = compat_inductor.compile_graph(make_fx(product, tracing_mode="fake")(*given))
+    (got,) = made(list(given))
+    torch.testing.assert_close(got, expected)
+    assert bool((given[0] == -1).all())
+
+
+def test_a_loop_may_write_over_what_a_fused_one_has_made():
+    """The gradient of a norm over several dims, and the update of its input, in one loop over the batch."""
+    def update(gradient: Tensor, x: Tensor, scale: Tensor, moment: Tensor) -> tuple[()]:
+        through = (gradient * x).sum((1, 2, 3), True)
+        total = gradient * scale + (through * scale).expand(4, 2, 2, 5) * x
+        new = moment + (total - moment) * 0.1
+        moment.copy_(new)
+        x.copy_(x * 0.9 - new)
+        return ()
+
+    torch.manual_seed(0)
+    given = [torch.tensor(1.0), torch.randn(4, 2, 2, 5), torch.rand(4, 1, 1, 1), torch.randn(4, 2, 2, 5)]
+    expected = [t.clone() for t in given]
+    update(*expected)
+    module = make_fx(update, tracing_mode="fake")(*given)
+    made, _ = compat_inductor.compile_graph(module)
+    made(list(given))
+    torch.testing.assert_close(given, expected)
+
+
+def test_an_update_is_not_put_off():
+    """What a loop keeps in registers is no reason to hold the gradients of three parameters until the end."""
+    def update(*given: Tensor) -> tuple[()]:
+        for x, weight, gradient, first, second in zip(*[iter(given)] * 5):
+            new = torch.ops.aten.convolution_backward(
+                gradient, x, weight, [5], [1], [0], [1], True, [0], 1, [False, True, False])[1]
+            mean, square = first + 0.1 * (new - first), second * 0.9 + 0.1 * new * new
+            first.copy_(mean)
+            second.copy_(square)
+            weight.copy_(weight - mean / (square.sqrt() + 1e-8))
+        return ()
+
+    sizes = [(2, 4, 3), (4, 5, 3), (2, 5, 5), (4, 5, 3), (4, 5, 3)] * 3
+    module = make_fx(update, tracing_mode="fake")(*map(torch.rand, sizes))
+    _, source = compat_inductor.compile_graph(module)
+    calls = re.findall(r"= torch.ops.aten.convolution_backward|cpp_fused\w*(?=\()", source[source.index("def call("):])
+    assert [call[:3] for call in calls] == ["= t", "cpp"] * 3
+
+
+def test_a_loop_may_write_over_what_an_update_waits_for():
+    """The matrix product reads the weight, and so has to come before its update: that is no use of the product."""
+    def step(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        result = torch.mm(x, weight).tanh()
+        weight.copy_(weight * 0.9)
+        return (result,)
+
+    x, weight = torch.rand(6, 8), torch.rand(8, 8)
+    run_step, source = compat_inductor.compile_graph(make_fx(step, tracing_mode="fake")(x, weight))
+    assert source.count("= empty_strided_cpu(") == 1
+    (expected,) = step(x, updated := weight.clone())
+    torch.testing.assert_close(run_step([x, weight])[0], expected)
+    torch.testing.assert_close(weight, updated)
+
+
+def test_what_is_written_over_its_operand_hides_no_peak():
+    """Counted twice, the hyperbolic tangent would need more than all that comes after it in any order."""
+    def step(*args: Tensor) -> tuple[()]:
+        x, first, second, third, narrow = args
+        hidden = torch.mm(x, first).tanh()
+        gradient = torch.mm(hidden.permute(1, 0), x)
+        third.copy_(third - torch.mm(torch.mm(hidden, narrow).permute(1, 0), x))
+        second.copy_(second - gradient)
+        return ()
+
+    given = [torch.rand(n, m) for n, m in ((64, 16), (16, 64), (64, 16), (16, 16), (64, 16))]
+    run_step, source = compat_inductor.compile_graph(make_fx(step, tracing_mode="fake")(*given))
+    calls = re.findall(r"extern_kernels\.mm|cpp_fused_\w*(?=\()", source[source.index("def call("):])
+    assert [call[:3] for call in calls] == ["ext", "cpp", "ext", "cpp", "ext", "ext", "cpp"]
+    step(*(expected := [value.clone() for value in given]))
+    run_step(list(given))
+    torch.testing.assert_close(given, expected)
+
+
+def test_weight_decay_takes_no_second_gradient():
+    """It is added to the gradient in the loop of the update, where `addmm` would need it as a tensor."""
+    def update(x: Tensor, gradient: Tensor, weight: Tensor) -> tuple[()]:
+        weight.copy_(weight - 0.5 * torch.add(torch.mm(x.permute(1, 0), gradient), weight, alpha=0.1))
+        return ()
+
+    given = [torch.rand(6, 8), torch.rand(6, 5), torch.rand(8, 5)]
+    run_step, source = compat_inductor.compile_graph(make_fx(update, tracing_mode="fake")(*given))
+    assert source.count("= empty_strided_cpu(") == 1
+    update(*(expected := [value.clone() for value in given]))
+    run_step(list(given))
+    torch.testing.assert_close(given, expected)
