@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -46,16 +47,26 @@ def train(build: Callable[[], Loop], compile: Callable | None = None, steps: int
 
 
 def compiled(build: Callable[[], Loop], lowering: str = "eager", dtype: torch.dtype = torch.float64,
-             **options: Any) -> tuple[dict[str, Any], list]:
-    """The same with the step compiled, and the compilations that it took."""
+             until: int = STEPS, **options: Any) -> tuple[dict[str, Any], list]:
+    """The same with the step compiled, and the compilations that it took, none after `until` calls."""
     torch._dynamo.reset()
     made: list = []
+    calls: list[int] = []
+
+    def counted() -> Loop:
+        loop = build()
+        after = loop.after
+        return dataclasses.replace(loop, after=lambda i: (after(i), calls.append(i)))
 
     def compile(step: Any) -> Any:
         return torch.compile(step, backend="memopt", options={"lowering": lowering, **options})
 
-    with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)):
-        return train(build, compile, dtype=dtype), made
+    def remember(frame: Any, record: Any) -> None:
+        made.append(record)
+        assert len(calls) < until, f"call {len(calls) + 1} made a graph"
+
+    with mock.patch.object(driver, "remember", remember):
+        return train(counted, compile, dtype=dtype), made
 
 
 def _plain(value: Any) -> Any:

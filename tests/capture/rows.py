@@ -21,7 +21,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD_maximize": {"lr": 0.1, "maximize": True, "weight_decay": 0.1},
     "Adam": {"lr": 0.02, "weight_decay": 0.1}, "AdamW": {"lr": 0.02, "amsgrad": True},
     "AdamW_foreach": {"lr": 0.02, "foreach": True}, "AdamW_fused": {"lr": 0.02, "fused": True},
-    "AdamW_capturable": {"lr": 0.02},
     "Adamax": {"lr": 0.02}, "NAdam": {"lr": 0.02}, "RAdam": {"lr": 0.02},
     "Adadelta": {"lr": 0.5}, "Adagrad": {"lr": 0.05, "lr_decay": 0.1},
     "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True}, "Rprop": {"lr": 0.01},

@@ -160,17 +160,10 @@ def scheduler_inside_the_step() -> Loop:
         loss.backward()
         opt.step()
         opt.zero_grad()
-        return loss
-
-    def both(x, y):
-        loss = step_(x, y)
         schedule.step()
         return loss
 
-    step_ = step
-    result = loop(model, opt, step)
-    result.after = lambda i: schedule.step()
-    return result
+    return loop(model, opt, step)
 
 
 @row
