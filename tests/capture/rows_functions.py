@@ -157,3 +157,30 @@ def multi_margin_loss() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step)
+
+
+@row
+def func_grad_alone() -> Loop:
+    model = mlp()
+    parameters = dict(model.named_parameters())
+
+    def step(x, y):
+        grads = torch.func.grad(
+            lambda values: F.cross_entropy(torch.func.functional_call(model, values, (x,)), y))(parameters)
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.sub_(0.1 * grads[name])
+
+    return Loop(step, [model], [])
+
+
+@row
+def two_compiled_steps() -> Loop:
+    """Of two models, called in turns; both are the same function, so Dynamo keeps their graphs together."""
+    first, second = plain(mlp()), plain(mlp(nn.Linear(2 * WIDTH, 2 * WIDTH), width=2 * WIDTH))
+
+    def wrap(step, compile):
+        one, other = compile(first.step), compile(second.step)
+        return lambda x, y: (one(x, y), other(x, y))
+
+    return Loop(None, [*first.modules, *second.modules], [*first.optimizers, *second.optimizers], wrap=wrap)

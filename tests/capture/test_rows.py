@@ -26,7 +26,7 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, u
 
 # Steps that alternate between two shapes of work need a graph for each, and one more when the
 # optimizer's state has grown by the parameters that the first call did not use.
-GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4}
+GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4, "two_compiled_steps": 4}
 # The second call finds the optimizer's state, and is the last that makes a graph, save where a later one is
 # the first of its kind: with a short batch, other parameters, another group.
 UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4,
