@@ -41,6 +41,7 @@ from ..pieces import (
     pieces,
     root,
 )
+from ..read_back import read_back
 from ..step_graph import StepGraph, op_name
 from ..storing import store_before_updates, store_between
 from ..transfers import TO_HOST, is_transfer
@@ -101,7 +102,7 @@ class Lowered:
 
 def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them."""
-    step = inlined(step, decompositions())
+    step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
         if any(map(is_transfer, step.computing())):
             raise OptionError("the step is one piece for Inductor, and copies go between pieces",
