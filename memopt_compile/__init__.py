@@ -2,8 +2,8 @@
 
 >>> step = torch.compile(step, backend="memopt", options={"memory_budget": "6GiB"})
 
-Importing this package registers nothing but a scope around Dynamo's tracing that is inert for
-every other backend; `memopt_compile.driver.uninstall()` takes it away again.
+Importing this package changes nothing. Using the backend puts a scope around Dynamo's tracing that is
+inert for every other backend; `memopt_compile.driver.uninstall()` takes it away again.
 """
 
 from __future__ import annotations
