@@ -254,7 +254,8 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    return workspace_bytes(target, args, kwargs) if is_library(target) else 0
+    called = is_library(target) or compat_inductor.falls_back(target)
+    return workspace_bytes(target, args, kwargs) if called else 0
 
 
 def _stand_in(value: Any) -> Any:

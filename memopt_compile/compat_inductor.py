@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config
+from torch._inductor import config, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
@@ -36,7 +36,7 @@ from torch.utils._triton import has_triton
 from .compat_kernels import as_memopt_wants
 
 __all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
-           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
+           "decompositions", "dry_call", "falls_back", "has_cpp_compiler", "has_triton", "joint_graph_passes",
            "kernels_in_background", "settings", "store", "warm_up", "written_out"]
 
 
@@ -147,6 +147,11 @@ def store(node: fx.Node) -> fx.Node:
     stored.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
     return stored
+
+
+def falls_back(target: Any) -> bool:
+    """Whether Inductor has no code of its own for an operator and calls PyTorch's kernel."""
+    return target in lowering.fallbacks or getattr(target, "overloadpacket", None) in lowering.fallbacks
 
 
 def written_out(given: Any, result: Any) -> bool:

@@ -153,6 +153,16 @@ def test_predicted_peak_is_what_is_measured(four, whole):
     assert inductor.predicted_transient_peak(lowered) == pytest.approx(measured, rel=0.03)
 
 
+def test_workspace_of_what_inductor_has_no_code_for():
+    given = torch.randn(6, 7), torch.randn(5, 7, 8), torch.randn(6, 8)
+    module = make_fx(lambda a, w, b: (F.bilinear(a, b, w),), tracing_mode="fake")(*given)
+    lowered = inductor.lower(StepGraph(module, ()))
+    lowered(list(given))
+    measured = measure(lowered, list(given), resident=())
+    result = 6 * 5 * 4
+    assert inductor.predicted_transient_peak(lowered) == measured.transient_peak_bytes > result
+
+
 def test_program_frees_at_last_use(four):
     source = four[1].source
     made = {name for line in source.splitlines() if " = piece_" in line
