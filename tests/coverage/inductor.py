@@ -3,7 +3,7 @@
     python tests/coverage/inductor.py [--only hf|modules|optimizers] [--names ...]
                                       [--write docs/results/inductor.md]
 
-A file that exists keeps its rows of cases that are not run.
+A file that exists keeps its rows of cases that are not run, and the lines that begin with `- Note:`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ on a CPU, float32, budget `None`. Each case of the coverage set trains {steps} s
 bytes of the fourth step, with parameters, gradients, optimizer state and batch; the prediction's
 error is against the bytes measured on the graph's first run. A difference is the largest of any
 tensor after training, relative to that tensor's largest value, from eager. Where it is above 1e-5,
-training is repeated in float64, Inductor drawing eager's random numbers (`fallback_random`): what
-was rounding, which Adam may divide by itself, is gone there, and what Inductor itself does to
-float64 is in plain `torch.compile` too.
+training is repeated in float64 if all operators of the case have it, Inductor drawing eager's random
+numbers (`fallback_random`): what was rounding, which Adam may divide by itself, is gone there, and
+what Inductor itself does to float64 is in plain `torch.compile` too. Rows of earlier versions may
+lack the repetition.
 """
 COLUMNS = ("case", "eager", "torch.compile", "memopt", "of the lower", "prediction's error",
            "difference", "in float64", "torch.compile's")
@@ -84,7 +85,13 @@ def row(own: check.Case, case: check.Case) -> list[str]:
             *in_float64]
 
 
-def page(tables: dict[str, dict[str, list[str]]]) -> str:
+def above_by_bytes(cells: list[str]) -> bool:
+    """Whether memopt's peak is above the lower of the others', by however little."""
+    eager, compiled, ours = (int(cell.replace(",", "")) for cell in cells[1:4])
+    return ours > min(eager, compiled)
+
+
+def page(tables: dict[str, dict[str, list[str]]], notes: dict[str, list[str]]) -> str:
     lines = [HEADER.format(torch=torch.__version__, steps=check.STEPS)]
     for which, title in run.SETS.items():
         rows = tables[which]
@@ -93,29 +100,32 @@ def page(tables: dict[str, dict[str, list[str]]]) -> str:
             continue
         ratios = sorted(float(cells[4]) for cells in ran.values())
         errors = [abs(float(cells[5].rstrip("%"))) for cells in ran.values() if cells[5].endswith("%")]
-        above = [f"{name} ({cells[4]})" for name, cells in ran.items() if float(cells[4]) > 1]
+        above = [f"{name} ({cells[4]})" for name, cells in ran.items() if above_by_bytes(cells)]
         lines += [f"## {title}\n",
                   f"- {len(rows)} cases; memopt's peak is {ratios[0]:.3f} to {ratios[-1]:.3f} of the lower "
                   f"of eager's and torch.compile's, median {ratios[len(ratios) // 2]:.3f}; above it: "
                   f"{', '.join(above) or 'none'}.",
                   f"- Not run yet: {', '.join(c.name for c in run.cases(which) if c.name not in rows) or 'none'}.",
                   f"- In error: {', '.join(rows.keys() - ran.keys()) or 'none'}.",
-                  f"- Prediction: largest error {max(errors, default=0):.2f}% (goal 3%).\n"]
+                  f"- Prediction: largest error {max(errors, default=0):.2f}% (goal 3%).",
+                  *notes.get(which, []), ""]
         lines += ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows.values())]
         lines.append("")
     return "\n".join(lines)
 
 
-def kept(path: Path | None) -> dict[str, dict[str, list[str]]]:
-    """The rows of each set in the page at `path`."""
+def kept(path: Path | None) -> tuple[dict[str, dict[str, list[str]]], dict[str, list[str]]]:
+    """The rows of each set in the page at `path`, and the notes that were written there by hand."""
     text = path.read_text() if path and path.exists() else ""
     sections = {part.splitlines()[0]: part for part in text.split("\n## ")[1:]}
-    tables = {}
+    tables, notes = {}, {}
     for which, title in run.SETS.items():
-        lines = [line for line in sections.get(title, "").splitlines() if line.startswith("| ")][2:]
+        section = sections.get(title, "").splitlines()
+        notes[which] = [line for line in section if line.startswith("- Note:")]
+        lines = [line for line in section if line.startswith("| ")][2:]
         found = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines]
         tables[which] = {cells[0]: cells + [""] * (len(COLUMNS) - len(cells)) for cells in found}
-    return tables
+    return tables, notes
 
 
 def main() -> None:
@@ -125,7 +135,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="keep the tables in this file")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    tables = kept(given.write)
+    tables, notes = kept(given.write)
     wanted = [(which, case.name) for which in given.only or run.SETS for case in run.cases(which)
               if not given.names or case.name in given.names]
     with multiprocessing.get_context("forkserver").Pool(1, maxtasksperchild=1) as pool:
@@ -133,7 +143,7 @@ def main() -> None:
             tables[which][made[0]] = made
             print(f"[{i}/{len(wanted)}]", *made, sep="  ", flush=True)
             if given.write:
-                given.write.write_text(page(tables))
+                given.write.write_text(page(tables, notes))
 
 
 if __name__ == "__main__":
