@@ -21,7 +21,11 @@ class Configuration(nn.Module):
 
     def __init__(self, info: ModuleInfo, given: ModuleInput) -> None:
         super().__init__()
-        self.module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+        made_of = given.constructor_input
+        # `module_db` draws FractionalMaxPool's samples in float64 whatever it is asked for.
+        samples = {name: value.to(torch.get_default_dtype()) for name, value in made_of.kwargs.items()
+                   if name == "_random_samples"}
+        self.module = info.module_cls(*made_of.args, **{**made_of.kwargs, **samples})
         self.trained = nn.ParameterList()
         self.fixed: list[torch.Tensor] = []
         self.inputs = tree_map_only(
