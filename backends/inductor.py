@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor, slab_kernels
+from .. import compat_inductor, compat_kernels, slab_kernels
 from ..arena import WINDOW
 from ..between import host_call, in_its_place, read_by_program
 from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
@@ -254,7 +254,7 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    called = is_library(target) or compat_inductor.falls_back(target)
+    called = is_library(target) or compat_kernels.falls_back(target)
     return workspace_bytes(target, args, kwargs) if called else 0
 
 

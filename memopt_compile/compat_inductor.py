@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config, lowering
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
@@ -36,8 +36,8 @@ from torch.utils._triton import has_triton
 from .compat_kernels import as_memopt_wants
 
 __all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
-           "decompositions", "dry_call", "falls_back", "has_cpp_compiler", "has_triton", "joint_graph_passes",
-           "kernels_in_background", "settings", "store", "warm_up", "written_out"]
+           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
+           "kernels_in_background", "settings", "store", "warm_up"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -147,18 +147,6 @@ def store(node: fx.Node) -> fx.Node:
     stored.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
     return stored
-
-
-def falls_back(target: Any) -> bool:
-    """Whether Inductor has no code of its own for an operator and calls PyTorch's kernel."""
-    return target in lowering.fallbacks or getattr(target, "overloadpacket", None) in lowering.fallbacks
-
-
-def written_out(given: Any, result: Any) -> bool:
-    """Whether Inductor writes a reduction of `given` to `result` out as an expression of its elements."""
-    sizes = [value.numel() if isinstance(value, Tensor) else 0 for value in (given, result)]
-    return all(isinstance(n, int) and n for n in sizes) and (
-        1 < sizes[0] // sizes[1] < config.unroll_reductions_threshold)
 
 
 def _copy_as_computed(module: fx.GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""How Inductor orders and groups the kernels of one graph: what memopt has it do otherwise.
+"""How Inductor orders and groups the kernels of one graph: what memopt has it do otherwise, and what it will do.
 
 All are private parts of Inductor, tried on torch 2.11 and 2.13, and changed while a graph of memopt's is
 compiled only. Its cache on disk does not know of them, nor of the processor: `cache_tag` tells it.
@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import ir, memory
+from torch import Tensor
+from torch._inductor import config, ir, lowering, memory
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.scheduler import NodeUser, SchedulerBuffer, SchedulerNode
@@ -179,3 +180,15 @@ def _bytes(value: ir.IRNode) -> float:
     if not value.has_tensor_output():
         return 0
     return float(V.graph.sizevars.optimization_hint(value.get_numel(), fallback=0)) * value.get_dtype().itemsize
+
+
+def falls_back(target: Any) -> bool:
+    """Whether Inductor has no code of its own for an operator and calls PyTorch's kernel."""
+    return target in lowering.fallbacks or getattr(target, "overloadpacket", None) in lowering.fallbacks
+
+
+def written_out(given: Any, result: Any) -> bool:
+    """Whether Inductor writes a reduction of `given` to `result` out as an expression of its elements."""
+    sizes = [value.numel() if isinstance(value, Tensor) else 0 for value in (given, result)]
+    return all(isinstance(n, int) and n for n in sizes) and (
+        1 < sizes[0] // sizes[1] < config.unroll_reductions_threshold)

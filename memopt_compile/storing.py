@@ -24,7 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from .compat_inductor import STORE, store, written_out
+from .compat_inductor import STORE, store
+from .compat_kernels import written_out
 from .costs import is_library
 from .ordering import fuses
 from .step_graph import aliased_args, mutated_args, nbytes
