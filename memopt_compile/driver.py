@@ -9,6 +9,7 @@ this for `memopt.report`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +82,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
-    lowering = opts.lowering
-    if lowering == "inductor" and not inductor.compiler_available(_device(example_inputs)):
-        lowering = "eager"
-        log.warning("no C++ compiler found: running the eager lowering (install g++ for Inductor)")
+    lowering = _lowering(opts.lowering, _device(example_inputs))
     if lowering == "inductor" and _device(example_inputs).type == "cpu":
         inductor.warm_up()
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
@@ -100,6 +98,20 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
 
 
 _stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
+
+
+def _lowering(wanted: str, device: torch.device) -> str:
+    """What the step is lowered to: where Inductor has no compiler, the eager lowering."""
+    if wanted == "eager" or inductor.compiler_available(device):
+        return wanted
+    _say_there_is_no_compiler("C++ compiler" if device.type == "cpu" else "Triton")
+    return "eager"
+
+
+@functools.cache  # once a process
+def _say_there_is_no_compiler(missing: str) -> None:
+    log.warning("no %s found: running the eager lowering (for Inductor, %s)", missing,
+                "install triton" if missing == "Triton" else "install g++ or set CXX")
 
 
 def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:

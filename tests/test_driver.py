@@ -190,30 +190,62 @@ def test_says_which_mode_it_runs_in(caplog):
     assert sum("whole-step mode: traced 1 backward(s), AdamW" in r.message for r in caplog.records) == 1
 
 
-IMPORT = """
-import torch, torch._dynamo
-from torch._dynamo import convert_frame
-from torch._dynamo.variables.tensor import TensorVariable
-before = (torch._dynamo.config.trace_autograd_ops, TensorVariable.method_backward)
-original = convert_frame.ConvertFrameAssert.__call__
-import memopt_compile
-assert convert_frame.ConvertFrameAssert.__call__ is original, "the bare import touched Dynamo"
-from memopt_compile import driver
-assert (torch._dynamo.config.trace_autograd_ops, TensorVariable.method_backward) == before
-def step(x):
-    y = (x * 2).sum()
-    y.backward()
-    return x.grad
+UNTOUCHED = """
+import sys, types, warnings, torch, torch._dynamo.config, torch._functorch.config, torch._inductor.compile_fx
+warnings.simplefilter("ignore")  # looking at deprecated names warns
+
+def grads(x):
+    (x * 2).sum().backward()
+    found, x.grad = x.grad, None
+    return found
+
+def train(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+def torchs():
+    "Every function of torch's modules and classes, and every setting of the compiler's."
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "functorch"):
+            continue
+        for key, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType):
+                found[name, key] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {(name, key, own): method for own, method in vars(value).items()
+                          if callable(method) or isinstance(method, property | classmethod | staticmethod)}
+    settings = [getattr(torch, name).config.get_config_copy() for name in ("_dynamo", "_inductor", "_functorch")]
+    return found, settings
+
+def changed():
+    found, settings = torchs()
+    assert settings == before[1]
+    return {key for key, value in before[0].items() if found.get(key) is not value}
+
 x = torch.ones(3, requires_grad=True)
-assert torch.equal(torch.compile(step, backend="eager")(x), torch.full((3,), 2.0))
-driver.uninstall()
-assert convert_frame.ConvertFrameAssert.__call__ is original
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+opt = torch.optim.AdamW(model.parameters())
+torch.compile(grads, backend="eager")(x)
+torch._dynamo.reset()
+before = torchs()
+import memopt_compile
+assert not changed(), "the bare import touched torch"
+import memopt_compile.driver
+torch.compile(train, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 4))
+assert changed() == {("torch._dynamo.convert_frame", "ConvertFrameAssert", "__call__")}
+assert torch.equal(torch.compile(grads, backend="eager")(x), torch.full((3,), 2.0))
+memopt_compile.driver.uninstall()
+assert not changed()
 print("clean")
 """
 
 
-def test_importing_changes_nothing_for_others_and_is_undone():
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
+def test_importing_and_compiling_change_nothing_for_others_and_are_undone():
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "clean", done.stderr[-800:]
 
 
