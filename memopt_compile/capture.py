@@ -141,6 +141,9 @@ def _traced_step(self: Any, tx: Any) -> Any:
             "its update runs backward passes or is itself differentiated",
             "use a first-order optimizer with differentiable=False to save memory here",
         )
+    if any(p.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
+        compat.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
+                           "make it dense to save memory here")
     if compat.global_optimizer_hooks():
         compat.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
@@ -344,8 +347,10 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
 
 
 @contextlib.contextmanager
-def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
-    """Trace a frame of `step` for whole-step capture; others in the process are untouched."""
+def scope(step: Any, code: Any, options: Any = None,
+          left: Callable[[Any, Notes], None] = lambda options, notes: None) -> Iterator[Notes]:
+    """Trace a frame of `step` for whole-step capture; others in the process are untouched. `left` is told
+    of one that Dynamo leaves to Python, and may refuse that."""
     global _notes
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
@@ -369,18 +374,21 @@ def scope(step: Any, code: Any, options: Any = None) -> Iterator[Notes]:
             log_graph_break=_log_graph_break, next_item=_next_item,
         ):
             yield _notes
+    except (compat.Unsupported, compat.SkipFrame):
+        left(options, _notes)
+        raise
     finally:
         gc.set_threshold(*collected)
         _notes = outer
 
 
-def install(is_ours: Callable[[Any], bool]) -> Callable[[], None]:
-    """Trace every frame whose backend satisfies `is_ours` in `scope`; returns the undo."""
+def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) -> Callable[[], None]:
+    """Trace every frame whose backend satisfies `is_ours` in `scope`, which `left` goes to; returns the undo."""
     def wrap(backend: Any, options: Any, step: Any, frame: Any) -> Any:
         if not is_ours(backend):
             return contextlib.nullcontext()
         # An update outside its step is left to eager: there is nothing to save in it, and it
         # would be traced again in each step, for each has gradients of its own.
-        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code, options)
+        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code, options, left)
 
     return compat_dynamo.frame_hook(wrap)

@@ -130,6 +130,12 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
             "in one graph, or leave memory_budget out")
 
 
+def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None:
+    """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
+    if notes.reason and notes.step not in _stepped:
+        _check_budget(Options.from_dict(options), "model", notes)
+
+
 def _check_accumulation(opts: Options, kind: str, notes: capture.Notes) -> None:
     where = "accumulate='optimizer_states'"
     if opts.accumulate == "gradients":
@@ -313,4 +319,4 @@ def uninstall() -> None:
 
 
 backend.reset = _reset
-_unwrap = capture.install(lambda function: function is backend)
+_unwrap = capture.install(lambda function: function is backend, _check_left)

@@ -14,6 +14,7 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile import driver
+from memopt_compile.errors import OptionError
 
 
 def training(width: int = 8, **kwargs):
@@ -112,47 +113,67 @@ def test_backward_twice_is_eagers_error():
         torch.compile(step, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 3))
 
 
-def test_complex_parameters_equal_eager():
-    def train(compile):
-        torch.manual_seed(0)
-        p = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-        opt = torch.optim.SGD([p], lr=0.1)
-
-        def step(x):
-            loss = (p * x).abs().square().sum()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
-
-        run = torch.compile(step, backend="memopt", options={"lowering": "eager"}) if compile else step
-        x = torch.arange(4).to(torch.complex128)
-        return [run(x).item() for _ in range(4)], p.detach()
-
-    expected, got = train(False), train(True)
-    assert expected[0] == pytest.approx(got[0])
-    torch.testing.assert_close(expected[1], got[1])
+def complex_parameters():
+    p = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    return [p], torch.optim.AdamW([p], lr=0.1), lambda x: (p * x).abs(), torch.arange(4).to(p.dtype)
 
 
-def test_sparse_gradients_equal_eager():
-    def train(compile):
-        torch.manual_seed(0)
-        table = nn.Embedding(10, 4, sparse=True)
-        opt = torch.optim.SGD(table.parameters(), lr=0.1)
+def sparse_gradients():
+    table = nn.Embedding(10, 4, sparse=True)
+    return [table.weight], torch.optim.SparseAdam(table.parameters(), lr=0.1), table, torch.tensor([1, 2, 2])
 
-        def step(i):
-            loss = table(i).square().sum()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
 
-        run = torch.compile(step, backend="memopt", options={"lowering": "eager"}) if compile else step
-        for _ in range(3):
-            run(torch.tensor([1, 2, 2]))
-        return table.weight.detach()
+def sparse_parameters():
+    p = nn.Parameter(torch.eye(4).to_sparse())
+    return [p], torch.optim.SGD([p], lr=0.1), lambda x: torch.sparse.mm(p, x), torch.randn(4, 3)
 
-    torch.testing.assert_close(train(False), train(True))
+
+def sparse_parameters_of_a_module():
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(torch.eye(4).to_sparse())
+    model.forward = lambda x: torch.sparse.mm(model.weight, x)
+    return [model.weight], torch.optim.SGD([model.weight], lr=0.1, momentum=0.9), model, torch.randn(4, 3)
+
+
+def odd_step(make):
+    """A step over a parameter of another kind, its batch, and the parameter."""
+    torch.manual_seed(0)
+    (p,), opt, model, x = make()
+
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, x, p
+
+
+@pytest.mark.parametrize("make, told", [(complex_parameters, "whole-step mode"),
+                                        (sparse_gradients, "not captured whole"),
+                                        (sparse_parameters, "not captured whole"),
+                                        (sparse_parameters_of_a_module, "not captured whole")],
+                         ids=lambda v: getattr(v, "__name__", v))
+def test_parameters_and_gradients_of_other_kinds_equal_eager(make, told, caplog):
+    caplog.set_level("INFO", "memopt_compile")
+    step, x, expected = odd_step(make)
+    losses = [step(x) for _ in range(4)]
+    step, x, got = odd_step(make)
+    run = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    torch.testing.assert_close([run(x) for _ in range(4)], losses)
+    torch.testing.assert_close(got.detach().to_dense(), expected.detach().to_dense())
+    (line,) = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+    assert told in line and "test_driver.py" in line
+    assert told == "whole-step mode" or "sparse Tensor" in line
+
+
+def test_a_budget_of_a_step_of_which_nothing_is_compiled():
+    step, x, p = odd_step(sparse_parameters)
+    before = p.detach().clone()
+    with pytest.raises(OptionError, match=r"budget cannot be kept: test_driver\.py:\d+ `.*sparse"):
+        torch.compile(step, backend="memopt", options={"memory_budget": "1GiB"})(x)
+    assert torch.equal(p.detach().to_dense(), before.to_dense())
 
 
 def test_verify_reports_the_difference():
