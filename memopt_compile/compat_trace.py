@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import no_python_dispatcher
@@ -52,6 +53,16 @@ def hinted(size: Any) -> Any:
     if isinstance(size, torch.SymInt | torch.SymFloat):
         return int(size.node.hint)
     return size
+
+
+def polynomial(size: Any) -> Any:
+    """A size that can be compared without a guard: an int, or the sympy expression of a symbolic one.
+
+    That is multiplied out and rid of ``Max(1, t - 1)`` where t is above 1, so that equal sizes are equal: the
+    bytes of a tensor come as ``4*s*(t - 1) + 4*s``, those of a view of it as ``4*s*t``.
+    """
+    node = getattr(size, "node", None)
+    return size if node is None else sympy.expand(node.shape_env.simplify(node.expr))
 
 
 def profiler_active() -> bool:

@@ -8,21 +8,14 @@ the peak is the maximum of polynomials; those that another is never below are le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import sympy
 
-from .compat_trace import hinted
+from .compat_trace import hinted, polynomial
 from .errors import OptionError
 from .liveness import lifetimes, live_bytes
 from .step_graph import StepGraph, nbytes
-
-
-def expression(size: Any) -> sympy.Expr:
-    """A number of bytes, symbolic or not, as a sympy expression."""
-    node = getattr(size, "node", None)
-    return sympy.Integer(size) if node is None else sympy.sympify(node.expr)
 
 
 def peak_formula(step: StepGraph) -> sympy.Expr:
@@ -30,18 +23,21 @@ def peak_formula(step: StepGraph) -> sympy.Expr:
 
     Workspace of library operators is not in it: that is measured for one size, not derived.
     """
-    life = lifetimes(step.graph, expression)
+    life = lifetimes(step.graph, polynomial)
     points = live_bytes(step.computing(), life)
-    peak = sympy.Max(*_highest({sympy.expand(p) for p in points} or {sympy.Integer(0)}))
-    return sum(nbytes(p.meta.get("val"), expression) for p in step.placeholders) + peak
+    highest = _highest({sympy.expand(p) for p in points} or {sympy.Integer(0)})
+    # Unevaluated, since sympy would compare each with each, which takes minutes for a few hundred.
+    peak = sympy.Max(*highest, evaluate=False) if highest[1:] else highest[0]
+    return sum(nbytes(p.meta.get("val"), polynomial) for p in step.placeholders) + peak
 
 
 def _highest(points: set[sympy.Expr]) -> list[sympy.Expr]:
     """Those of `points` that no other is never below.
 
-    For positive sizes a ≥ b wherever no coefficient of a is below that of b.
+    For sizes from 1 on a ≥ b wherever, in the sizes less 1, no coefficient of a is below that of b.
     """
-    sums = [(point, point.as_coefficients_dict()) for point in points]
+    from_one = {s: s + 1 for point in points for s in point.free_symbols}
+    sums = [(point, sympy.expand(point.xreplace(from_one)).as_coefficients_dict()) for point in points]
     terms = {term: i for i, term in enumerate({t for _, terms in sums for t in terms})}
     rows = np.zeros((len(sums), len(terms)))
     for row, (_, coefficients) in zip(rows, sums):
@@ -59,7 +55,7 @@ def symbols(step: StepGraph) -> dict[sympy.Symbol, int]:
     found: dict[sympy.Symbol, int] = {}
     for node in step.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()):
-            symbol = expression(size)
+            symbol = polynomial(size)
             if isinstance(symbol, sympy.Symbol):
                 found[symbol] = hinted(size)
     return found

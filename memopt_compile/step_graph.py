@@ -29,7 +29,7 @@ from .collectives import (
     is_collective,
     operands,
 )
-from .compat_trace import GraphOnly, hinted
+from .compat_trace import GraphOnly, hinted, polynomial
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
 
@@ -394,6 +394,6 @@ def nbytes(value: Any, number: Callable[[Any], Any] = hinted) -> Any:
 
 def same_bytes(a: fx.Node, b: fx.Node) -> bool:
     """Whether the storages of two values are as large as each other whatever the symbols are."""
-    return nbytes(a.meta.get("val"), str) == nbytes(b.meta.get("val"), str)
+    return nbytes(a.meta.get("val"), polynomial) == nbytes(b.meta.get("val"), polynomial)
 
 

@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from memopt_compile.compat_trace import polynomial
 from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,
@@ -237,15 +238,14 @@ def _key(value: Any) -> Any:
 
 
 def _describe(value: Tensor) -> tuple:
-    # As text: comparing symbolic sizes would add guards.
-    return value.dtype, value.device, str(tuple(value.shape)), str(tuple(value.stride()))
+    return value.dtype, value.device, *map(polynomial, (*value.shape, *value.stride()))
 
 
 def _geometry(node: fx.Node, offset: bool = False) -> tuple | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
-    place = (str(value.storage_offset()),) if offset else ()
+    place = (polynomial(value.storage_offset()),) if offset else ()
     return *_describe(value), value.is_conj(), value.is_neg(), *place
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from memopt_compile.collectives import readers
+from memopt_compile.compat_trace import polynomial
 from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
 from memopt_compile.step_pass import StepPass
 from memopt_compile.writing import writing_form
@@ -141,7 +142,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def _geometry(node: fx.Node) -> tuple:
     value = node.meta["val"]
-    sizes = str(tuple(value.shape)), str(tuple(value.stride())), str(value.storage_offset())
+    sizes = map(polynomial, (*value.shape, *value.stride(), value.storage_offset()))
     return value.dtype, value.device, value.is_conj(), value.is_neg(), *sizes
 
 

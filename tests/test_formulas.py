@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +16,11 @@ from memopt_compile import driver, records
 from memopt_compile.formulas import largest, peak_formula, symbols
 from memopt_compile.liveness import timeline
 from memopt_compile.report import Report
+
+SPEC = importlib.util.spec_from_file_location(
+    "example_models", Path(__file__).parents[1] / "examples" / "models.py")
+models = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(models)
 
 
 def captured(batch: int, dynamic: bool):
@@ -43,6 +52,53 @@ def test_formula_equals_static_plans():
     for batch in (33, 400, 4000):
         static = timeline(captured(batch, dynamic=False).step).peak_bytes
         assert int(formula.subs(symbol, batch)) == pytest.approx(static, rel=0.01)
+
+
+def tokens(batch: int, sequence: int) -> torch.Tensor:
+    return torch.randint(65, (batch, sequence + 1))
+
+
+def gpt(batch: int, sequence: int, dynamic: bool = False):
+    """A step of the README's GPT, what was compiled of it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = models.GPT(models.GPTConfig(65, layers=2, width=32, context=64))
+    opt = torch.optim.AdamW(model.parameters())
+
+    def step(text):
+        logits = model(text[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    text = tokens(batch, sequence)
+    if dynamic:
+        torch._dynamo.mark_dynamic(text, [0, 1])
+    run = torch.compile(step, backend=driver.backend, options={"lowering": "eager"})
+    run(text)
+    return run, records.compilations(step.__code__)
+
+
+@pytest.mark.slow
+def test_formula_in_batch_and_sequence_length():
+    """Of a GPT: what its step, compiled for another size, allocates, and what a plan for that size says."""
+    run, compiled = gpt(6, 48, dynamic=True)
+    formula, sizes = peak_formula(compiled[-1].step), symbols(compiled[-1].step)
+    batch, sequence = sorted(sizes, key=sizes.get)
+    assert (sizes[batch], sizes[sequence]) == (6, 49)
+    shapes = [(4, 64), (16, 16), (48, 60), (128, 5)]
+    expected = [int(formula.subs({batch: b, sequence: t + 1})) for b, t in shapes]
+    for shape, peak_bytes in zip(shapes, expected):
+        assert memopt.measure(run, tokens(*shape)).peak_bytes == pytest.approx(peak_bytes, rel=0.01)
+    assert len(compiled) == 1  # nothing was compiled for them
+    for shape, peak_bytes in zip(shapes, expected):
+        assert timeline(gpt(*shape)[1][-1].step).peak_bytes == pytest.approx(peak_bytes, rel=0.01)
+
+    fits = largest(formula, {**sizes, sequence: 33}, 4 * 2**20, batch)
+    below, above = (timeline(gpt(fits + more, 32)[1][-1].step).peak_bytes for more in (0, 1))
+    assert below <= 4 * 2**20 < above
 
 
 def test_without_symbols_it_is_a_number():
