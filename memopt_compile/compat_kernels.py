@@ -19,7 +19,13 @@ from torch import Tensor
 from torch._inductor import config, ir, lowering, memory
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.loop_body import LoopBody
-from torch._inductor.scheduler import NodeUser, SchedulerBuffer, SchedulerNode
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    NodeUser,
+    OutputNode,
+    SchedulerBuffer,
+    SchedulerNode,
+)
 from torch._inductor.virtualized import V
 
 SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
@@ -29,7 +35,7 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _written_over(), _written_by_another_name(),
+    with (_read_before_written(), _freed_between(), _freed_before_needed(), _written_over(), _written_by_another_name(),
           _counted_once(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
@@ -78,6 +84,42 @@ def _freed_between() -> contextlib.AbstractContextManager:
         return full(self) or _waiting_bytes(self.scheduler) > _given_bytes() / SMALL
 
     return mock.patch.object(CppScheduling, "ready_to_flush", ready)
+
+
+def _freed_before_needed() -> contextlib.AbstractContextManager:
+    """Loops are not joined by their outer ones where what the first has could be freed before the second runs.
+
+    In a step that is forward and backward of one softmax: as one loop they hold what only forward reads beside
+    the gradient. In two graphs, as `torch.compile` has them, these take turns. What joining makes local to the
+    loops counts in its favour.
+    """
+    may_join = CppScheduling.can_fuse_vertical_outer_loop
+
+    def joined(self: CppScheduling, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+        if not may_join(self, first, second):
+            return False
+        buffers = first.scheduler.name_to_buf
+        names = {dep.name for dep in first.read_writes.reads} | {b.get_name() for b in first.get_outputs()}
+        here, there = first.get_operation_names(), second.get_operation_names()
+        freed = made = local = 0.0
+        for buffer in (buffers[name] for name in names if name in buffers):
+            readers = [u for u in buffer.users if not _only_waits(u, buffer.get_name()) and u.get_name() not in here]
+            inside = [user.get_name() in there for user in readers]
+            if buffer.defining_op_name() in here and all(inside):
+                local += _bytes(buffer.node)
+            elif not any(inside) and not any(_comes_after(user, there) for user in readers):
+                freed += _bytes(buffer.node)
+        for buffer in second.get_outputs():
+            if not buffer.get_mutations() and any(user.get_name() not in there for user in buffer.users):
+                made += _bytes(buffer.node)
+        return min(freed, made) <= max(local, _given_bytes() / SMALL)
+
+    return mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", joined)
+
+
+def _comes_after(user: NodeUser, operations: set[str]) -> bool:
+    """Whether `user` needs one of `operations`, or is the caller, who has the graph's results."""
+    return isinstance(user.node, OutputNode) or bool(user.node.ancestors & operations)
 
 
 def _written_over() -> contextlib.AbstractContextManager:

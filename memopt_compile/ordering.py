@@ -44,6 +44,7 @@ FUSED = {
     "aten::clone", "aten::_to_copy", "aten::_unsafe_view", "aten::full", "aten::full_like",
     "aten::arange", "aten::constant_pad_nd", "aten::scalar_tensor", "aten::empty",
     "prims::convert_element_type", "prims::iota", "prims::fma", "prims::broadcast_in_dim",
+    "aten::_unsafe_index", "aten::gather",
 }
 
 
@@ -103,7 +104,7 @@ def weight(order: list[fx.Node], life: Lifetimes,
 
 
 def fuses(node: fx.Node) -> bool:
-    """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill."""
+    """Whether Inductor can fold `node` into its reader: pointwise, a cast, a view, a fill, a look-up."""
     if not isinstance(node.target, OPERATOR) or mutated_args(node):
         return False
     if is_random(node) or node.target is WAIT:

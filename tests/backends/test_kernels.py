@@ -203,3 +203,25 @@ def test_weight_decay_takes_no_second_gradient():
     update(*(expected := [value.clone() for value in given]))
     run_step(list(given))
     torch.testing.assert_close(given, expected)
+
+
+def test_loops_that_take_turns_are_not_joined():
+    """Forward and backward of one softmax: what forward alone reads is dead when the gradient comes."""
+    def softmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x @ weight).softmax(-1)
+        gradient = y.sgn() * y - y * (y.sgn() * y).sum(-1, keepdim=True)
+        return y.abs().pow(2).sum(), x.t() @ gradient
+
+    module = make_fx(softmax, decomposition_table=inductor.decompositions(), tracing_mode="fake")(
+        torch.randn(64, 32), torch.randn(32, 48))
+    peaks = []
+    for scope in (contextlib.nullcontext, compat_kernels._freed_before_needed):
+        with mock.patch.object(compat_kernels, "_freed_before_needed", scope), \
+                inductor_config.patch(force_disable_caches=True):
+            made, source = compat_inductor.compile_graph(copy.deepcopy(module))
+            with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch((), lambda *_: 0) as watch:
+                compat_inductor.dry_call(source)([torch.empty(64, 32), torch.empty(32, 48)])
+        peaks.append(watch.peak_bytes)
+        given = torch.randn(64, 32), torch.randn(32, 48)
+        torch.testing.assert_close(tuple(made(list(given))), softmax(*given))
+    assert peaks[1] < 0.8 * peaks[0]

@@ -1,14 +1,14 @@
+from functools import partial
+
 import pytest
 import torch
-from graphs import by_hand, check, mlp, seed, training_step, two_layers
+from graphs import by_hand, check, gradient, mlp, seed, training_step, two_layers
 from torch import nn
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from memopt_compile.backends import inductor
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.rematerialize_free import RematerializeFree
-from memopt_compile.step_graph import Phase, nbytes, storage_roots
+from memopt_compile.step_graph import Phase
+from tests.passes import kept_for_backward
 
 WIDE = 64 * 32 * 8  # bytes of one layer's activation
 
@@ -96,6 +96,24 @@ def test_random_operators_are_not_drawn_again():
     assert graph.op_counts()["bernoulli.p"] == 1
 
 
+@pytest.mark.parametrize("look_up", [lambda x, i: torch.gather(x, 1, i.expand(8, -1)),
+                                     lambda x, i: torch.ops.aten._unsafe_index(x, [None, i])])
+def test_what_is_looked_up_is_looked_up_again(look_up):
+    """As the border of a padded image, which is larger than the image."""
+    def step(p, x, i):
+        wide = look_up(torch.mm(x, p), i)
+        squares = torch.mm(wide, wide.t())
+        loss = squares.tanh().sum()
+        upstream = torch.mm(torch.ops.aten.expand(seed(loss), (8, 8)), wide)
+        of_hidden = torch.zeros_like(x).scatter_add(1, i.expand(8, -1), upstream)
+        return loss, gradient(torch.mm(x.t(), of_hidden))
+
+    graph = by_hand(step, ("p", doubles(4, 4)), ("x", doubles(8, 4)), ("x", torch.arange(32) % 4))
+    assert kept_for_backward.kept_bytes(graph) == 8 * 32 * 8
+    check(graph, RematerializeFree())
+    assert kept_for_backward.kept_bytes(graph) == 8 * 4 * 8
+
+
 def test_nothing_to_compute_again():
     step = training_step(mlp(2, 8), width=8)
     Canonicalize().run(step)
@@ -146,40 +164,20 @@ NETWORKS = {
 }
 
 
-def kept_by_the_partitioner(model):
-    """Bytes that torch's min-cut partitioner keeps from forward to backward."""
-    kept = []
-
-    def partition(joint, inputs, *, num_fwd_outputs, **settings):
-        forward, backward = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
-        results = forward.graph.output_node().args[0]
-        roots = storage_roots(forward.graph)
-        saved = {r for v in results[num_fwd_outputs:] if isinstance(v, torch.fx.Node) for r in roots[v]}
-        given = {r for v in results[:num_fwd_outputs] if isinstance(v, torch.fx.Node) for r in roots[v]}
-        kept.append(sum(nbytes(r.meta["val"]) for r in saved - given if r.op != "placeholder"))
-        return forward, backward
-
-    def backend(module, inputs):
-        return aot_module_simplified(
-            module, inputs, fw_compiler=lambda m, _: m, bw_compiler=lambda m, _: m,
-            partition_fn=partition, decompositions=inductor.decompositions())
-
-    torch._dynamo.reset()
-    x, y = torch.randn(64, 32, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
-    torch.compile(lambda: nn.functional.cross_entropy(model(x), y), backend=backend)().backward()
-    return sum(kept)
-
-
 @pytest.mark.parametrize("network", NETWORKS)
 def test_keeps_no_more_than_the_min_cut_partitioner(network):
     step = training_step(NETWORKS[network]().double(), batch=64, lowering="inductor")
     Canonicalize().run(step)
     check(step, RematerializeFree(), slack=64)
-    roots, results = storage_roots(step.graph), step.graph.output_node().all_input_nodes
-    returned = {r for v in results for r in roots[v]}
-    kept = {r for n in step.computing() if step.phase(n) is Phase.BACKWARD
-            for v in n.all_input_nodes for r in roots[v]
-            if r.op != "placeholder" and step.phase(r) is Phase.FORWARD} - returned
-    ours = sum(nbytes(r.meta["val"]) for r in kept)
-    assert ours <= kept_by_the_partitioner(NETWORKS[network]().double())
+    model = NETWORKS[network]().double()
+    x, y = torch.randn(64, 32, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    theirs = kept_for_backward.the_partitioners(lambda: nn.functional.cross_entropy(model(x), y))
+    assert kept_for_backward.kept_bytes(step) <= theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [kept_for_backward.gpt, kept_for_backward.resnet,
+                                  partial(kept_for_backward.hugging_face, "bert")], ids=["GPT", "ResNet", "BERT"])
+def test_keeps_much_less_of_real_models(make):
+    loss, model = make()
+    assert 0 < kept_for_backward.ours(loss, model) < 0.75 * kept_for_backward.the_partitioners(loss)
