@@ -142,7 +142,8 @@ def main() -> None:
             continue
         rows.append((name, f"{kept:,}", f"{theirs:,}", f"{kept / theirs:.3f}"))
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    print(tabulate(rows, ("model", "memopt keeps", "the partitioner", "ratio"), tablefmt="github"))
+    print(tabulate(rows, ("model", "memopt keeps", "the partitioner", "ratio"), tablefmt="github",
+                   disable_numparse=True))
 
 
 if __name__ == "__main__":
