@@ -23,7 +23,7 @@ from .measure import measure
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
-ROUNDS, CALLS = 3, 5
+ROUNDS, CALLS = 8, 4  # short turns, many: other work on the machine comes and goes
 HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "first call s")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch._inductor.scheduler import (
     BaseSchedulerNode,
     NodeUser,
     OutputNode,
+    Scheduler,
     SchedulerBuffer,
     SchedulerNode,
 )
@@ -35,8 +37,8 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _freed_before_needed(), _written_over(), _written_by_another_name(),
-          _counted_once(), torch.compiler.config.patch(cache_key_tag=tag)):
+    with (_read_before_written(), _freed_between(), _freed_before_needed(), _made_when_needed(), _written_over(),
+          _written_by_another_name(), _counted_once(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
 
@@ -115,6 +117,55 @@ def _freed_before_needed() -> contextlib.AbstractContextManager:
         return min(freed, made) <= max(local, _given_bytes() / SMALL)
 
     return mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", joined)
+
+
+def _made_when_needed() -> contextlib.AbstractContextManager:
+    """Loops that read the same are not joined where that holds a result or an operand while others run.
+
+    What is computed again in backward reads what forward read: as one loop with forward's, it would be kept
+    after all. Inductor has a limit for this, of 64 loops and calls between the two; layers can have fewer.
+    """
+    distant = Scheduler.are_long_distant_nodes
+
+    def held(self: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+        return distant(self, first, second) or _held_bytes(self, first, second) > _given_bytes() / SMALL
+
+    return mock.patch.object(Scheduler, "are_long_distant_nodes", held)
+
+
+def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> float:
+    """Bytes that are held, over what lies between two loops, if they become one: at the place of the earlier, or,
+    if nothing needs that one before, of the later."""
+    early, late = sorted((first, second), key=lambda node: node.min_order)
+    if late.min_order - early.max_order < 2:
+        return 0
+    both = early.get_operation_names() | late.get_operation_names()
+
+    def uses(buffer: SchedulerBuffer) -> list[float]:
+        """When others than the two read it."""
+        return [math.inf if isinstance(user.node, OutputNode) else user.node.min_order for user in buffer.users
+                if user.get_name() not in both and not _only_waits(user, buffer.get_name())]
+
+    def made(node: BaseSchedulerNode) -> list[SchedulerBuffer]:
+        return [b for b in node.get_outputs() if not b.get_mutations() and uses(b)]
+
+    def ended(node: BaseSchedulerNode, other: BaseSchedulerNode) -> list[SchedulerBuffer]:
+        """What is read by `node`, not by the other, and by nothing from the later one on."""
+        there = {dep.name for dep in other.read_writes.reads}
+        read = {dep.name for dep in node.read_writes.reads} - there
+        return [b for name in read if (b := scheduler.name_to_buf.get(name)) and b.defining_op_name() not in both
+                and all(when < bound for when in uses(b))]
+
+    bound = late.min_order
+    at_early = _total(made(late)) - _total(ended(late, early))
+    if any(when < bound for buffer in early.get_outputs() for when in uses(buffer)):
+        return at_early
+    bound = early.max_order + 1
+    return min(at_early, _total(ended(early, late)) - _total(made(early)))
+
+
+def _total(buffers: list[SchedulerBuffer]) -> float:
+    return sum(_bytes(buffer.node) for buffer in buffers)
 
 
 def _comes_after(user: NodeUser, operations: set[str]) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -212,16 +213,32 @@ def test_loops_that_take_turns_are_not_joined():
         gradient = y.sgn() * y - y * (y.sgn() * y).sum(-1, keepdim=True)
         return y.abs().pow(2).sum(), x.t() @ gradient
 
-    module = make_fx(softmax, decomposition_table=inductor.decompositions(), tracing_mode="fake")(
-        torch.randn(64, 32), torch.randn(32, 48))
+    without, with_rule = peaks_by_rule("_freed_before_needed", softmax, torch.randn(64, 32), torch.randn(32, 48))
+    assert with_rule < 0.8 * without
+
+
+def test_what_is_computed_again_is_not_made_in_forward():
+    """It reads what forward's loop reads, is needed two matrix products later, and is as large as its operand."""
+    def step(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.mm(x, first)
+        wide = torch.mm(hidden.tanh(), second)
+        gradient = torch.mm(wide.abs(), second.permute(1, 0)).permute(1, 0)
+        return torch.mm(gradient, hidden.sin()), torch.mm(gradient, hidden)
+
+    given = (torch.randn(size, dtype=torch.float64) for size in ((64, 32), (32, 48), (48, 96)))
+    without, with_rule = peaks_by_rule("_made_when_needed", step, *given)
+    assert without - with_rule == 64 * 48 * 8
+
+
+def peaks_by_rule(name: str, step: Callable, *given: Tensor) -> tuple[int, int]:
+    """Peak bytes of `step` as one graph, without a rule and with it, after its numbers were compared."""
+    module = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")(*given)
     peaks = []
-    for scope in (contextlib.nullcontext, compat_kernels._freed_before_needed):
-        with mock.patch.object(compat_kernels, "_freed_before_needed", scope), \
-                inductor_config.patch(force_disable_caches=True):
+    for rule in (contextlib.nullcontext, getattr(compat_kernels, name)):
+        with mock.patch.object(compat_kernels, name, rule), inductor_config.patch(force_disable_caches=True):
             made, source = compat_inductor.compile_graph(copy.deepcopy(module))
-            with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch((), lambda *_: 0) as watch:
-                compat_inductor.dry_call(source)([torch.empty(64, 32), torch.empty(32, 48)])
+        with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch((), lambda *_: 0) as watch:
+            compat_inductor.dry_call(source)([torch.empty(value.shape, dtype=value.dtype) for value in given])
         peaks.append(watch.peak_bytes)
-        given = torch.randn(64, 32), torch.randn(32, 48)
-        torch.testing.assert_close(tuple(made(list(given))), softmax(*given))
-    assert peaks[1] < 0.8 * peaks[0]
+        torch.testing.assert_close(tuple(made(list(given))), step(*given))
+    return tuple(peaks)
