@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_inductor, compat_kernels, slab_kernels
+from .. import compat_dry_run, compat_inductor, compat_kernels, slab_kernels
 from ..arena import WINDOW
 from ..between import host_call, in_its_place, read_by_program
 from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
@@ -135,8 +135,9 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     values = [n.meta["val"] for n in step.placeholders]
 
     def peak() -> int:
-        dry = {name: compat_inductor.dry_call(c.source) for name, c in bound.items()}
-        return _dry_peak(text, {**objects, **dry}, values)
+        branches = {branch for c in bound.values() for branch in compat_dry_run.branches(c.source)}
+        dry = [{name: compat_dry_run.dry_call(c.source, b) for name, c in bound.items()} for b in branches]
+        return max(_dry_peak(text, {**objects, **calls}, values) for calls in dry)
 
     return Lowered(run, text, tuple(called), tuple(new), peak)
 
@@ -245,10 +246,10 @@ def _load(text: str, objects: dict[str, Any]) -> Callable[[list], tuple]:
 
 def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
     """The most bytes that a run of the program on fake tensors of these sizes has allocated."""
-    with compat_inductor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with compat_dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [_stand_in(v) for v in values]
         run = _load(text, objects)
-        with compat_inductor.AllocationWatch(inputs, library_workspace, NO_MEMORY) as watch:
+        with compat_dry_run.AllocationWatch(inputs, library_workspace, NO_MEMORY) as watch:
             run(list(inputs))
     return watch.peak_bytes
 

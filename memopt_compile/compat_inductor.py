@@ -6,12 +6,8 @@ needs to pay. Tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
-import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,18 +22,15 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.inductor_prims import force_stride_order as STORE
-from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
 from .compat_kernels import as_memopt_wants
 
-__all__ = ["STORE", "AllocationWatch", "FakeTensorMode", "compile_graph", "computed_again",
-           "decompositions", "dry_call", "has_cpp_compiler", "has_triton", "joint_graph_passes",
-           "kernels_in_background", "settings", "store", "warm_up"]
+__all__ = ["STORE", "compile_graph", "computed_again", "decompositions", "has_cpp_compiler", "has_triton",
+           "joint_graph_passes", "kernels_in_background", "settings", "store", "warm_up"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -284,108 +277,3 @@ def settings() -> str:
     return repr((sorted(config.save_config_portable().items(), key=lambda item: item[0]),
                  torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
                  torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled))
-
-
-def dry_call(source: str) -> Callable[[list], Any]:
-    """The wrapper in `source` as a function that allocates and frees as it does, and computes
-    nothing.
-
-    Its ``call`` runs with every kernel replaced by nothing: called on fake tensors it leaves
-    exactly Inductor's own allocations, reuses and deletions. Operators that Inductor hands
-    back to PyTorch run on the fake tensors, and so allocate their results.
-    """
-    tree = ast.parse(source)
-    call = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
-    call.decorator_list = []
-    for node in ast.walk(call):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "run":
-            node.args = []  # of a Triton kernel: numbers are read from tensors there, and fake ones have none
-    if call.args.args[0].arg == "self":
-        call.args.args.pop(0)
-    scope: dict[str, Any] = {n.id: _Nothing() for n in ast.walk(call) if isinstance(n, ast.Name)}
-    for name in [name for name in scope if hasattr(builtins, name)]:
-        del scope[name]
-    scope |= {"torch": torch, "aten": torch.ops.aten, "math": math,
-              "extern_kernels": _Externs(), "reinterpret_tensor": torch.as_strided}
-    scope |= {name: _allocator(name) for name in scope if name.startswith("empty_strided_")}
-    exec(compile(ast.Module([call], []), "<dry run>", "exec"), scope)
-    return scope["call"]
-
-
-class AllocationWatch(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make within it, while they live; not of those that
-    operators `elsewhere` make, which are none of the device's."""
-
-    def __init__(self, inputs: Sequence[Any], workspace: Callable[..., int],
-                 elsewhere: Sequence[Any] = ()) -> None:
-        super().__init__()
-        self.workspace, self.elsewhere = workspace, elsewhere
-        self.inputs = list(inputs)  # held, so that no new storage takes the place of one
-        self.known: dict[int, Any] = {i.untyped_storage()._cdata: None for i in self.inputs
-                                      if isinstance(i, Tensor)}
-        self.live_bytes = self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        before = self.live_bytes
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, Tensor):
-                self._see(value.untyped_storage(), value.device.type, func not in self.elsewhere)
-        if self.live_bytes > before or result is None:  # an operator made its result, or wrote in place
-            held = self.live_bytes + self.workspace(func, args, kwargs or {})
-            self.peak_bytes = max(self.peak_bytes, held)
-        return result
-
-    def _see(self, storage: Any, device: str, counts: bool) -> None:
-        place = storage._cdata
-        if place in self.known:
-            return
-        size = storage.nbytes() if counts else 0
-        if device == "cuda":
-            size = -(-size // 512) * 512  # what PyTorch's CUDA allocator rounds to
-
-        def gone(_: Any) -> None:
-            self.live_bytes -= size
-            del self.known[place]
-
-        self.known[place] = weakref.ref(storage, gone)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-def _allocator(name: str) -> Callable[..., Tensor]:
-    device = name.removeprefix("empty_strided_").removesuffix("_pinned")
-
-    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    return allocate
-
-
-class _Nothing:
-    """Stands for a kernel, a stream, a device guard: may be used in any way, to no effect."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
-        return self
-
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __getitem__(self, key: Any) -> _Nothing:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-
-class _Externs:
-    """Library calls: into a given result they allocate nothing, else they make a new one."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def run(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-            return getattr(extern_kernels, name)(*args, **kwargs) if out is None else None
-
-        return run

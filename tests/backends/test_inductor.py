@@ -10,7 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_inductor
+from memopt_compile import compat_dry_run
 from memopt_compile.backends import eager, inductor
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
@@ -243,6 +243,6 @@ def test_kernels_that_fail_to_compile_are_not_kept(monkeypatch):
 def test_a_dry_run_reads_no_number_for_a_triton_kernel():
     source = ("def call(args):\n    x, = args\n    buf = empty_strided_cpu((3,), (1,), torch.float32)\n"
               "    kernel.run(buf, x.item(), 3, stream=stream0)\n    return (buf,)\n")
-    with compat_inductor.FakeTensorMode():
-        made, = compat_inductor.dry_call(source)([torch.empty(())])
+    with compat_dry_run.FakeTensorMode():
+        made, = compat_dry_run.dry_call(source)([torch.empty(())])
     assert made.shape == (3,)

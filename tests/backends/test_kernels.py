@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_inductor, compat_kernels
+import memopt_compile as memopt
+from memopt_compile import compat_dry_run, compat_inductor, compat_kernels
 from memopt_compile.backends import inductor
 
 pytestmark = [
@@ -74,9 +75,9 @@ def test_loops_of_a_cpu_are_freed_between():
         with mock.patch.object(compat_inductor, "as_memopt_wants", scope), \
                 inductor_config.patch(force_disable_caches=True):
             _, source = compat_inductor.compile_graph(copy.deepcopy(module))
-            with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch(
+            with compat_dry_run.FakeTensorMode(), compat_dry_run.AllocationWatch(
                     (), lambda *_: 0) as watch:
-                compat_inductor.dry_call(source)([torch.empty(8, 64)])
+                compat_dry_run.dry_call(source)([torch.empty(8, 64)])
         peaks.append(watch.peak_bytes)
     assert peaks[1] < 0.7 * peaks[0]
 
@@ -230,6 +231,27 @@ def test_what_is_computed_again_is_not_made_in_forward():
     assert without - with_rule == 64 * 48 * 8
 
 
+def test_peak_of_branches_and_loops_is_predicted():
+    def step(x: Tensor) -> tuple[Tensor]:
+        y, = torch.cond(x.sum() > 0, lambda x: (x @ x,), lambda x: (x.sin() @ x.cos(),), (x,))
+        _, z = torch.ops.higher_order.while_loop(
+            lambda i, z: i < 3, lambda i, z: (i + 1, (z @ z).tanh()), (torch.zeros((), dtype=torch.int64), y), ())
+        return (z + 1,)
+
+    x = torch.randn(64, 64)
+    module = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")(x)
+    with inductor_config.patch(force_disable_caches=True):
+        made, source = compat_inductor.compile_graph(module)
+    assert compat_dry_run.branches(source) == (True, False)
+    for branch, given in ((True, x.abs()), (False, -x.abs())):
+        with compat_dry_run.FakeTensorMode():
+            x = torch.empty(64, 64)
+            with compat_dry_run.AllocationWatch([x], lambda *_: 0) as watch:
+                compat_dry_run.dry_call(source, branch)([x])
+        assert watch.peak_bytes == memopt.measure(made, [given]).transient_peak_bytes
+        torch.testing.assert_close(made([given]), step(given))
+
+
 def peaks_by_rule(name: str, step: Callable, *given: Tensor) -> tuple[int, int]:
     """Peak bytes of `step` as one graph, without a rule and with it, after its numbers were compared."""
     module = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")(*given)
@@ -237,8 +259,8 @@ def peaks_by_rule(name: str, step: Callable, *given: Tensor) -> tuple[int, int]:
     for rule in (contextlib.nullcontext, getattr(compat_kernels, name)):
         with mock.patch.object(compat_kernels, name, rule), inductor_config.patch(force_disable_caches=True):
             made, source = compat_inductor.compile_graph(copy.deepcopy(module))
-        with compat_inductor.FakeTensorMode(), compat_inductor.AllocationWatch((), lambda *_: 0) as watch:
-            compat_inductor.dry_call(source)([torch.empty(value.shape, dtype=value.dtype) for value in given])
+        with compat_dry_run.FakeTensorMode(), compat_dry_run.AllocationWatch((), lambda *_: 0) as watch:
+            compat_dry_run.dry_call(source)([torch.empty(value.shape, dtype=value.dtype) for value in given])
         peaks.append(watch.peak_bytes)
         torch.testing.assert_close(tuple(made(list(given))), step(*given))
     return tuple(peaks)

@@ -8,6 +8,7 @@ A file that exists keeps its rows of what is not run.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import multiprocessing
 import warnings
@@ -31,7 +32,7 @@ def row(name: str) -> list[str]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    build = {**rows.ROWS, **rows.OPTIMIZERS}[name]
+    build = rows.ROWS.get(name) or functools.partial(rows.with_optimizer, name)
     found = []
     try:
         for dtype in (torch.float32, torch.float64):

@@ -76,12 +76,12 @@ def encoder(mask: Tensor) -> Loop:
 
 @row
 def causal_mask() -> Loop:
-    return encoder(nn.Transformer.generate_square_subsequent_mask(BATCH, dtype=torch.float64))
+    return encoder(nn.Transformer.generate_square_subsequent_mask(BATCH))
 
 
 @row
 def other_mask() -> Loop:
-    return encoder(torch.eye(BATCH, dtype=torch.float64))
+    return encoder(torch.eye(BATCH))
 
 
 @row
@@ -110,6 +110,22 @@ def while_loop() -> Loop:
                 lambda i, s: i < 3, lambda i, s: (i + 1, s * 0.5),
                 (torch.zeros((), dtype=torch.int64), torch.ones((), dtype=x.dtype)), ())
         loss = F.cross_entropy(model(x) * scale, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
+
+
+@row
+def branch() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        scaled = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * x, (x,))
+        loss = F.cross_entropy(model(scaled), y)
         loss.backward()
         opt.step()
         opt.zero_grad()

@@ -253,7 +253,7 @@ def evaluation_between_steps() -> Loop:
     opt = adamw(model)
     result = plain(model, opt)
     generator = torch.Generator().manual_seed(5)
-    held_out = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+    held_out = torch.randn(5, WIDTH, generator=generator)
 
     def evaluate(i):
         model.eval()

@@ -200,7 +200,7 @@ def default_device() -> Loop:
 @row
 def tensor_learning_rate() -> Loop:
     model = mlp()
-    opt = adamw(model, lr=torch.tensor(0.02, dtype=torch.float64))
+    opt = adamw(model, lr=torch.tensor(0.02))
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
     return plain(model, opt, after=lambda i: schedule.step())
 
