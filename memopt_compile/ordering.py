@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .arena import WINDOW
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
@@ -30,6 +30,7 @@ from .step_graph import (
     aliased_args,
     is_collective,
     mutated_args,
+    nbytes,
     operands,
     storage_roots,
 )
@@ -111,3 +112,12 @@ def fuses(node: fx.Node) -> bool:
         return False
     return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
             or bool(aliased_args(node)))
+
+
+def reduces_little(node: fx.Node) -> bool:
+    """Whether `node` is a reduction to a quarter of its operand or more, which Inductor folds into its reader as it
+    does a pointwise operator: each result reads four numbers at most (torch's partitioner draws the line there)."""
+    if not (isinstance(node.target, OPERATOR) and torch.Tag.reduction in node.target.tags):
+        return False
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and 4 * nbytes(value) >= sum(nbytes(a.meta["val"]) for a in node.all_input_nodes)

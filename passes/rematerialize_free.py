@@ -6,7 +6,7 @@ saves no time. Which values to keep is a minimum cut (as in torch's own partitio
 Chen et al. 2016 for the idea of trading computation for activations):
 
 1. every forward value is an edge whose capacity is its bytes: cutting it means keeping it;
-2. a value that cannot be computed again (a matrix product, a reduction, anything random)
+2. a value that cannot be computed again (a matrix product, a reduction to less than a quarter, anything random)
    hangs on the source; one that can hangs on its operands, so it is had again from them;
 3. what backward reads hangs on the sink; inputs of the step and its results are free to keep;
 4. a view is never kept itself: its base is, or it is taken again from a base had again;
@@ -31,7 +31,7 @@ import networkx as nx
 from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
-from memopt_compile.ordering import fuses, weight
+from memopt_compile.ordering import fuses, reduces_little, weight
 from memopt_compile.recomputing import overwritten_early, recompute
 from memopt_compile.step_graph import (
     Phase,
@@ -78,7 +78,7 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     for node in forward:
         view = bool(aliased_args(node))
         late = any(step.phase(user) is Phase.UPDATE for user in node.users)  # rule 5
-        again = fuses(node) and not late and not (roots[node] & overwritten) and not any(
+        again = _free(node) and not late and not (roots[node] & overwritten) and not any(
             roots[a] & overwritten for a in node.all_input_nodes)
         free = late or roots[node] <= results
         keep = None if view and again else 0 if free else nbytes(node.meta.get("val"))
@@ -92,7 +92,11 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
         if any(step.phase(user) is not Phase.FORWARD for user in node.users if user.op != "output"):
             _edge(network, (node, "kept"), "sink", None)  # rule 3
     behind = _nearest_cut(network)
-    return {n for n in forward if fuses(n) and (n, "made") in behind}
+    return {n for n in forward if _free(n) and (n, "made") in behind}
+
+
+def _free(node: fx.Node) -> bool:
+    return fuses(node) or reduces_little(node)
 
 
 def _edge(network: nx.DiGraph, tail: Any, head: Any, size: int | None) -> None:

@@ -114,6 +114,23 @@ def test_what_is_looked_up_is_looked_up_again(look_up):
     assert kept_for_backward.kept_bytes(graph) == 8 * 4 * 8
 
 
+@pytest.mark.parametrize("rows, kept_bytes", [(4, 8 * 16 * 8), (8, 8 * 16 * 8 + 8 * 2 * 8)])
+def test_a_small_reduction_is_taken_again(rows, kept_bytes):
+    """Of what is kept anyway, as the mean over the heads of an attention; of more than four it is kept itself."""
+    def step(p, x):
+        wide = torch.mm(x, p)
+        groups = torch.ops.aten.view(wide, (8, rows, 16 // rows))
+        means = torch.mean(groups, [1])
+        loss = (wide * wide).sum() + means.sin().sum()
+        of_means = torch.ops.aten.expand((means.cos() * seed(loss)).unsqueeze(1), (8, rows, 16 // rows))
+        return loss, gradient(torch.mm(x.t(), 2 * wide + of_means.reshape(8, 16) / rows))
+
+    graph = by_hand(step, ("p", doubles(4, 16)), ("x", doubles(8, 4)))
+    assert kept_for_backward.kept_bytes(graph) == 8 * 16 * 8 + 8 * 16 // rows * 8
+    check(graph, RematerializeFree(), slack=64)
+    assert kept_for_backward.kept_bytes(graph) == kept_bytes
+
+
 def test_nothing_to_compute_again():
     step = training_step(mlp(2, 8), width=8)
     Canonicalize().run(step)
