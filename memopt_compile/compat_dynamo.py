@@ -49,6 +49,15 @@ IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itru
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 
+def _add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any = None) -> Any:
+    """``add_(other, alpha=number)`` with a number that is a tensor: the operator whose kernel gives eager's bits.
+    (torch 2.11 rounds a product of its own, 2.13 has a private operator that does so without Inductor.)"""
+    if not isinstance(alpha, TensorVariable):
+        return original(self, tx, other, alpha=alpha)
+    total = TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [self, other, alpha], {})
+    return self.call_method(tx, "copy_", [total], {})
+
+
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
     """The function the user named as backend, below torch's wrappers around it, and the options
     that go with it."""
@@ -231,6 +240,7 @@ def tracing_scope(
         *([replaced(SetAttr, "call_function", call_builtin)] if SetAttr else []),
         replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
         replaced(TensorVariable, "method_addcmul_", add_product),
+        replaced(TensorVariable, "method_add_", _add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
