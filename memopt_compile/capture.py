@@ -198,7 +198,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         if "already consumed" in str(error):
             _tell_of_break(error, "backward() goes through a graph that an earlier one has used up",
                            "pass retain_graph=True to the earlier one, or add the losses up first")
-            compat.run_in_eager(error)
+            if not compat.demands_one_graph(tx.output):
+                compat.run_in_eager(error)
         raise
     _notes_of(tx).backwards += 1
     create = kwargs.get("create_graph")
