@@ -42,6 +42,7 @@ from .passes.rematerialize_free import RematerializeFree
 from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
 from .passes.schedule_for_peak import ScheduleForPeak
+from .passes.split_live_ranges import SplitLiveRanges
 from .passes.update_early import UpdateEarly
 from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
@@ -105,6 +106,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
         (True, ScheduleForPeak),
+        # What is still held over the peak for a late reader, and fuses into it, is computed there again.
+        (free and options.recompute, SplitLiveRanges),
         # Codes are written where they are.
         (True, UpdateInPlace),
         # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
