@@ -32,6 +32,7 @@ from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
 from .passes.partition_activations import PartitionActivations
+from .passes.peel_bias import PeelBias
 from .passes.place_in_arena import PlaceInArena
 from .passes.plan_memory import PlanMemory
 from .passes.prefetch_gathers import PrefetchGathers
@@ -102,6 +103,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Convolutions that would copy every operand into channels-last get it so. What is alive
         # beside them is settled now, so that their workspace can be seen to matter.
         (True, ChannelsLast),
+        # Some need less of it if their bias is added behind them.
+        (True, PeelBias),
         # Each parameter is updated as soon as its gradient is complete, which then dies.
         (True, ReleaseGradients),
         # Now that updates stand where they are needed, order the whole step by live bytes.
