@@ -32,10 +32,10 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         known = compat.tensor_variables(tx.output)
         leaves = _leaves(compat.fake_value(self))
         variables = [known.get(id(leaf)) for leaf in leaves]
-        if not leaves or any(v is None or v.source is None for v in variables):
+        if not leaves or any(v is None for v in variables):
             compat.break_graph(
                 "backward() reaches leaves that the trace does not know",
-                f"{sum(v is None or v.source is None for v in variables)} of {len(leaves)} leaf "
+                f"{sum(v is None for v in variables)} of {len(leaves)} leaf "
                 "tensors of the loss were made outside the traced step",
                 "compute the loss inside the compiled step, from parameters it can see",
             )

@@ -33,6 +33,12 @@ def dynamo_inputs(module: fx.GraphModule) -> list[tuple[str, Any, bool]]:
     return found
 
 
+def hollow(origin: Sequence[tuple[str, Any, bool]]) -> list[tuple[str, Any, bool]]:
+    """The same for `role_of`, without the user's tensors: a model's backward is lowered when those may be gone."""
+    return [(label, torch.nn.Parameter(torch.empty(0)) if isinstance(example, torch.nn.Parameter) else
+             torch.empty(0) if isinstance(example, Tensor) else None, trained) for label, example, trained in origin]
+
+
 def role_of(label: str, example: Any, trained: bool) -> Role:
     """What an input is for, from the user's expression for it and its value."""
     if not isinstance(example, Tensor) or ".param_groups[" in label and "['params']" not in label:

@@ -212,16 +212,11 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
 def _validate_outputs(original: Callable, self: Any, rv: Any, tx: Any) -> None:
     """Let used-up tensors out (the backend detaches them); refuse what is still differentiable."""
     _notes.replaced_gradients = compat.replaced_gradients(self)
-    consumed = self.autograd_grad_consumed_grad_fns
-    if not consumed:
+    if not self.autograd_grad_consumed_grad_fns:
         return
-    leaked = []
-    for variable in rv:
-        fake = compat.fake_value(variable) if isinstance(variable, compat.TensorVariable) else None
-        if fake is None or not fake.requires_grad or fake.grad_fn is None:
-            continue
-        if not (compat.output_graph.collect_reachable_grad_fns([(fake, None)]) & consumed):
-            leaked.append(variable.as_proxy().node.name)
+    values = {v.as_proxy().node.name: compat.fake_value(v) for v in rv if isinstance(v, compat.TensorVariable)}
+    leaked = [name for name, fake in values.items()
+              if getattr(fake, "grad_fn", None) is not None and not compat_dynamo.used_up(self, fake)]
     if leaked:
         tx.speculation_log.autograd_grad_leaked_tensors = leaked  # named in the reason by 2.13
         tx.speculation_log.graph_break_on_autograd_grad = True

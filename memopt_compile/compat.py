@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo import output_graph
 from torch._dynamo.exc import (
     AutogradGradRestartAnalysis,
     BackendCompilerFailed,
@@ -47,7 +46,7 @@ __all__ = [
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
     "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
-    "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_graph", "output_targets",
+    "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
 ]

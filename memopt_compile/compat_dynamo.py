@@ -129,6 +129,12 @@ def _sources_of_subclasses(original: Callable, var: Any) -> Any:
     return original(var)
 
 
+def used_up(output: Any, value: torch.Tensor) -> bool:
+    """Whether a backward of the frame has gone through the fake value's autograd graph, so that none can again."""
+    return bool(output.autograd_grad_consumed_grad_fns
+                & output_graph.collect_reachable_grad_fns([(value, None)]))
+
+
 @contextlib.contextmanager
 def tracing_scope(
     *,
@@ -225,6 +231,17 @@ def tracing_scope(
     def traced(form: Callable) -> Callable:
         return lambda self, tx, *args, **kwargs: UserFunctionVariable(form).call_function(tx, list(args), kwargs)
 
+    def collect_inputs(original: Callable, self: Any, given: Any, error_on_non_leaf: bool = False) -> Any:
+        # A leaf that the trace makes (by `requires_grad_()`) torch 2.13 differentiates, but refuses where it is named.
+        given = list(given)
+        found = original(self, given)
+        return found if len(found) == len(given) else original(self, given, error_on_non_leaf)
+
+    def check_leaves(original: Callable, self: Any, outputs: Any, tx: Any) -> None:
+        # What is used up the backend detaches.
+        original(self, [v for v in outputs if not (isinstance(v, TensorVariable) and used_up(self, fake_value(v)))], tx)
+
+    check = "_check_requires_grad_intermediate_outputs"  # 2.13's
     collect = torch_variables._collect_tensors_with_sources
     patches = (
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
@@ -234,6 +251,7 @@ def tracing_scope(
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
         replaced(TensorVariable, "method_backward", method_backward),
+        replaced(TensorVariable, "_collect_backward_inputs", collect_inputs),
         replaced(TensorVariable, "var_getattr", tensor_getattr),
         replaced(TensorVariable, "call_method", call_tensor_method),
         replaced(builtin.BuiltinVariable, "call_function", call_builtin),
@@ -244,6 +262,7 @@ def tracing_scope(
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
+        *([replaced(output_graph.OutputGraph, check, check_leaves)] if check in vars(output_graph.OutputGraph) else []),
         replaced(output_graph.OutputGraph, "remove_tensorify_specialized_graphargs",
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),

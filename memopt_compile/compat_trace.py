@@ -17,6 +17,7 @@ from torch import fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch._aot_autograd import graph_compile
 from torch._guards import tracing
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -89,6 +90,12 @@ def raising_after_first_frame(signal: BaseException) -> Iterator[None]:
 
     with mock.patch.object(convert_frame.CatchErrorsWrapper, "__call__", convert):
         yield
+
+
+def no_donated_buffers() -> Any:
+    """Compile a backward that may run again (`retain_graph`, `create_graph`): AOTAutograd refuses that one which
+    may write into what its forward saved."""
+    return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: [])
 
 
 @contextlib.contextmanager

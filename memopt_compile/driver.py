@@ -23,12 +23,14 @@ from . import (
     build,
     capture,
     compat,
+    compat_dynamo,
     compat_trace,
     devices,
     loop_capture,
     loops,
     pipelines,
     programs,
+    second_derivative,
     updates,
     zero,
 )
@@ -90,7 +92,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     remember(notes.frame, record)
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
     if kind == "model":
-        return _compile_model(gm, example_inputs, record)
+        piece = second_derivative.copied(gm)
+        run = _compile_model(gm, example_inputs, record)
+        return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
         _stepped.add(notes.step)
@@ -164,8 +168,11 @@ def _differentiates(gm: fx.GraphModule) -> bool:
 
 def _differentiable(gm: fx.GraphModule) -> bool:
     """Whether a result of the graph can be differentiated."""
-    values = (node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes)
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in _results(gm))
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
 
 
 def _kind_line(kind: str, notes: capture.Notes) -> str:
@@ -184,7 +191,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     storages = zero.check(record.options, origin, notes.optimizers, notes.where)
     if record.options.arena and storages:
         record.arena = arena.buffer_of(storages[0].parameter())
-    _detach_outputs(gm)
+    _detach_outputs(gm, notes)
     compat.settle_unused_floats(gm)
     wholes: list[zero.Storage] = []
 
@@ -210,6 +217,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     eager_lowering = record.lowering == "eager"
     decompositions = compat.loss_decompositions() if eager_lowering else inductor.decompositions()
     try:
+        if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
+            raise _NotWhole
         with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext(), \
                 updates.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
@@ -221,8 +230,10 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.trace_again(unlike or "the step is not whole")
         if not _caused_by(error, _NotWhole):
             raise _cause(error, MemoptError) or error
-        why, remedy = ("the step changes a tensor that autograd still follows",
-                       "make such changes under torch.no_grad()")
+        why, remedy = (("the step returns a tensor that is still differentiable",
+                        "detach it, or do its backward in the step") if _differentiable(gm) else
+                       ("the step changes a tensor that autograd still follows",
+                        "make such changes under torch.no_grad()"))
         if compat.demands_one_graph(notes.trace):
             raise CaptureError(why, where=f"{notes.where}, fullgraph=True", do=remedy) from None
         capture.tell(notes.where, why, remedy)
@@ -262,26 +273,27 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
     """A model or a loss alone: its forward and backward, lowered as `torch.compile` does."""
     if record.lowering == "inductor":
         return compat.compile_with_inductor(gm, example_inputs)
-    origin = build.dynamo_inputs(gm)
+    origin = build.hollow(build.dynamo_inputs(gm))
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         step = build.step_graph(module, origin, kind="model")
         pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
-    with compat_trace.whole_interpolation():
+    with compat_trace.whole_interpolation(), compat_trace.no_donated_buffers():
         return compat.aot_module_simplified(
             gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
             partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)
 
 
-def _detach_outputs(gm: fx.GraphModule) -> None:
+def _detach_outputs(gm: fx.GraphModule, notes: capture.Notes) -> None:
     """Return used-up tensors without their autograd graph, so that the graph is whole."""
     output = gm.graph.output_node()
+    of_autograd = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)  # otherwise see `_differentiates`
     results = []
     for value in output.args[0]:
         fake = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-        if isinstance(fake, torch.Tensor) and fake.requires_grad and fake.grad_fn is not None:
+        if getattr(fake, "grad_fn", None) is not None and (not of_autograd or compat_dynamo.used_up(notes.trace, fake)):
             with gm.graph.inserting_before(output):
                 detached = gm.graph.call_method("detach", (value,))
             detached.meta["example_value"] = fake.detach()

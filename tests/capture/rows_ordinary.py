@@ -123,23 +123,6 @@ def hook_registered_later() -> Loop:
 
 
 @ordinary
-def gradient_penalty() -> Loop:
-    model = mlp()
-    opt = adamw(model)
-
-    def step(x, y):
-        x = x.clone().requires_grad_(True)
-        loss = F.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return loop(model, opt, step)
-
-
-@ordinary
 def two_backwards_that_share_a_sum() -> Loop:
     """The sum keeps nothing for its backward, so eager may go through it twice."""
     model = mlp()
