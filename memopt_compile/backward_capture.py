@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import compat
+from . import compat, compat_dynamo
 from .optim.gradients import keep_in_8_bits, round_gradient, rounds
 from .quantization.parameters import LowPrecisionTensor
 
@@ -43,9 +43,7 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         position = {id(node): i for i, node in enumerate(tx.output.graph.nodes)}
         variables.sort(key=lambda v: position.get(id(v.as_proxy().node), 0))
         inputs = compat.list_variable(variables)
-    given = inputs.realize()
-    given = [v.realize() for v in (given.items if isinstance(given, compat.BaseListVariable) else [given])]
-    rounded = [v for v in given if v.source is not None and _rounds(compat.real_value(tx, v), v.source)]
+    rounded = [v for v in compat_dynamo.tensors_in(inputs) if v.source is not None and _rounds(tx, v)]
     try:
         result = original(self, tx, gradient, retain_graph, create_graph, inputs)
     except RuntimeError as error:
@@ -62,19 +60,44 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     return result
 
 
-def _rounds(leaf: Any, source: Any) -> bool:
+def refuse_hooks(tx: Any, inputs: Any) -> None:
+    """A derivative for `inputs` is traced only where no gradient hook would run outside of the graph.
+
+    Those that the step itself registers Dynamo puts on the tensors of its caller when the graph has run.
+    """
+    if tx.output.side_effects.tensor_hooks:
+        _refuse_hook()
+    for variable in inputs:
+        if variable.source is not None and compat.source_name(variable.source) not in _guarded(tx):
+            _guard_hooks(tx, variable, lambda leaf: not leaf._backward_hooks)
+
+
+def _rounds(tx: Any, variable: Any) -> bool:
     """Whether the hooks of a leaf round its gradient; the step is traced again once they are others."""
+    leaf = compat.real_value(tx, variable)
     known = isinstance(leaf, Tensor) and rounds(leaf)
-
-    def as_now(leaf: Any) -> bool:
-        return not isinstance(leaf, Tensor) or not leaf._backward_hooks and all(
-            hook is round_gradient for hook in (leaf._post_accumulate_grad_hooks or {}).values()
-        ) and rounds(leaf) is known
-
-    if leaf is not None and not as_now(leaf):
-        compat.break_graph(
-            "a parameter has a gradient hook", "hooks on parameters do not run inside the graph",
-            "remove the hook, or apply the same change to p.grad between backward and step")
-    # A hook registered later has to be noticed: the graph would run past it.
-    compat.guard_value(source, as_now, f"no gradient hook on {compat.source_name(source)}")
+    _guard_hooks(tx, variable, lambda leaf: not leaf._backward_hooks and all(
+        hook is round_gradient for hook in (leaf._post_accumulate_grad_hooks or {}).values()) and rounds(leaf) is known)
     return known
+
+
+def _guard_hooks(tx: Any, variable: Any, fit: Callable[[Tensor], bool]) -> None:
+    """Whatever is not a tensor now has no hooks. One registered later has to be noticed: the graph would run past it."""
+    def holds(leaf: Any) -> bool:
+        return not isinstance(leaf, Tensor) or fit(leaf)
+
+    if not holds(compat.real_value(tx, variable)):
+        _refuse_hook()
+    name = compat.source_name(variable.source)
+    compat.guard_value(variable.source, holds, f"no gradient hook on {name}")
+    _guarded(tx).add(name)
+
+
+def _guarded(tx: Any) -> set[str]:
+    """The tensors whose hooks are guarded already; a set on the trace, which dies with it."""
+    return vars(tx.output).setdefault("memopt_without_hooks", set())
+
+
+def _refuse_hook() -> None:
+    compat.break_graph("a tensor has a gradient hook", "hooks on parameters and inputs do not run inside the graph",
+                       "remove the hook, or apply the same change to the gradient behind the backward")

@@ -179,19 +179,19 @@ class _BoundStep(compat.VariableTracker):
 def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad` with its seed and its results marked."""
     build = compat.VariableTracker.build
-    outputs = args[0] if args else kwargs.get("outputs")
-    single = compat.only_tensor(outputs)
-    given = (args[2] if len(args) > 2 else kwargs.get("grad_outputs"))
+    kwargs |= zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"),
+                  args)
+    outputs, inputs = kwargs.pop("outputs"), compat_dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
+    backward_capture.refuse_hooks(tx, compat_dynamo.tensors_in(inputs))
+    single, *others = compat_dynamo.tensors_in(outputs) or [None]
+    given = kwargs.get("grad_outputs")
     implicit = given is None or (hasattr(given, "value") and given.value is None)
-    if implicit and single is not None and compat.fake_value(single).numel() == 1:
+    if implicit and single is not None and not others and compat.fake_value(single).numel() == 1:
         with compat.traced_without_grad(tx):
             start = build(tx, torch.ops.memopt.seed.default).call_function(tx, [single], {})
-        args, kwargs = args[:2] + args[3:], {**kwargs, "grad_outputs": compat.list_variable([start])}
-        if args[2:]:  # the flags that stood after grad_outputs
-            kwargs.update(zip(("retain_graph", "create_graph", "only_inputs", "allow_unused"), args[2:]))
-            args = args[:2]
+        kwargs["grad_outputs"] = compat.list_variable([start])
     try:
-        result = original(self, tx, *args, **kwargs)
+        result = original(self, tx, outputs, inputs, **kwargs)
     except compat.Unsupported as error:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
         # it may (the first backward freed nothing it needs), and says so if not.

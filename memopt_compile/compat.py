@@ -165,15 +165,6 @@ def dict_variable(tx: Any, items: dict[str, Any]) -> Any:
     return ConstDictVariable({VariableTracker.build(tx, k): v for k, v in items.items()}, dict)
 
 
-def only_tensor(outputs: Any) -> Any:
-    """The one tensor variable in ``outputs`` (itself, or a list or tuple of one), else None."""
-    if isinstance(outputs, LazyVariableTracker):
-        outputs = outputs.realize()
-    if isinstance(outputs, BaseListVariable) and len(outputs.items) == 1:
-        outputs = outputs.items[0]
-    return outputs if isinstance(outputs, TensorVariable) else None
-
-
 def map_tensors(tx: Any, result: Any, function: Callable[[Any], Any]) -> Any:
     """`function` over the tensors of a tuple of results, ``None`` left alone."""
     if isinstance(result, TensorVariable):

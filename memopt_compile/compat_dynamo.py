@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -28,11 +28,12 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-from torch._dynamo.variables.lists import ListIteratorVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
@@ -129,10 +130,45 @@ def _sources_of_subclasses(original: Callable, var: Any) -> Any:
     return original(var)
 
 
+def tensors_in(given: Any) -> list[Any]:
+    """The tensor variables in ``given``: itself, or those of a list or tuple."""
+    given = given.realize()
+    items = (v.realize() for v in (given.items if isinstance(given, BaseListVariable) else [given]))
+    return [v for v in items if isinstance(v, TensorVariable)]
+
+
+def sequence(tx: Any, given: Any) -> Any:
+    """A tensor variable, a list or a tuple as it is; what else has tensors in it as a tuple."""
+    given = given.realize()
+    if isinstance(given, (TensorVariable, BaseListVariable)):
+        return given
+    return VariableTracker.build(tx, tuple).call_function(tx, [given], {})
+
+
+def _saving(value: torch.Tensor) -> set[Any]:
+    """The autograd nodes behind a fake value that save tensors: a backward frees those, and uses up only them."""
+    return {node for node in output_graph.collect_reachable_grad_fns([(value, None)])
+            if any(name.startswith("_raw_saved_") for name in dir(node)) or isinstance(node, BackwardCFunction)}
+
+
 def used_up(output: Any, value: torch.Tensor) -> bool:
     """Whether a backward of the frame has gone through the fake value's autograd graph, so that none can again."""
-    return bool(output.autograd_grad_consumed_grad_fns
-                & output_graph.collect_reachable_grad_fns([(value, None)]))
+    return bool(output.autograd_grad_consumed_grad_fns & _saving(value))
+
+
+def backwards_apart(results: Iterable[Any]) -> bool:
+    """Whether eager could go back through these fake values one after the other, freeing for each only its own.
+
+    So it can where their graphs share no node that saves a tensor. AOTAutograd makes one node of them, which the
+    first backward uses up.
+    """
+    groups: list[set] = []
+    for value in results:
+        if getattr(value, "grad_fn", None) is None or value._is_view() and not _saving(value):
+            continue  # AOTAutograd takes a view of an input outside
+        joined = [group for group in groups if group & _saving(value)]
+        groups = [group for group in groups if group not in joined] + [_saving(value).union(*joined)]
+    return len(groups) > 1 or set() in groups
 
 
 @contextlib.contextmanager

@@ -91,6 +91,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
+    if kind == "model" and (notes.reason or notes.resumed) and compat_dynamo.backwards_apart(_results(gm)):
+        return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
+                         "take the line out that cuts the step")
     if kind == "model":
         piece = second_derivative.copied(gm)
         run = _compile_model(gm, example_inputs, record)
@@ -236,13 +239,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                         "make such changes under torch.no_grad()"))
         if compat.demands_one_graph(notes.trace):
             raise CaptureError(why, where=f"{notes.where}, fullgraph=True", do=remedy) from None
-        capture.tell(notes.where, why, remedy)
-        _check_budget(record.options, "model", notes)
-        record.kind, record.reason = "ordinary", notes.reason
-        if regions(gm) and not notes.left:
-            notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
-        run_regions_once(gm)
-        return gm.forward
+        return _in_eager(gm, record, notes, why, remedy)
     if record.options.partition_activations:
         run = tensor_parallel.comparing(run, record.step, origin, notes.where)
     run = zero.together_with_others(run, storages, wholes, notes.where) if storages else run
@@ -251,6 +248,17 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     stale = [i for i, (label, _, _) in enumerate(origin)
              if label in notes.replaced_gradients and not _reads_gradient(origin, label)]
     return _dropping_gradients(run, stale) if stale else run
+
+
+def _in_eager(gm: fx.GraphModule, record: Compilation, notes: capture.Notes, why: str, remedy: str) -> Callable:
+    """The graph as it was traced, uncompiled."""
+    capture.tell(notes.where, why, remedy)
+    _check_budget(record.options, "model", notes)
+    record.kind, record.reason = "ordinary", notes.reason
+    if regions(gm) and not notes.left:
+        notes.leave("the step is not whole, and uncompiled its checkpoints would not be as in eager")
+    run_regions_once(gm)
+    return gm.forward
 
 
 def _reads_gradient(origin: Sequence[tuple[str, Any, bool]], leaf: str) -> bool:
