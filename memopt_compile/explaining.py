@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from . import compat, compat_trace
-from .errors import CaptureError, MemoptError
+from .errors import CaptureError, MemoptError, OptionError
 from .frontier import Frontier, frontier
-from .options import Options
+from .options import FOR_A_BUDGET, Options
 from .records import Compilation, code_of, planning
 from .render import Report
 
@@ -48,13 +48,17 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Fr
     budgets = options.get("memory_budget")
     if not isinstance(budgets, list | tuple):
         return Report.of(planned(step, args, options))
-    given = [Options.from_dict({**options, "memory_budget": budget}) for budget in budgets]
-    some = any(o.adapt or o.offload or o.partition_activations for o in given)  # which need a budget
-    record = planned(step, args, {**options, "memory_budget": budgets[0] if some else None}, captured_only=True)
+    budgets = [budget for budget in budgets if budget is not None]
+    if not budgets:
+        raise OptionError("there is no budget to plan for", where="memory_budget=[..]", do="give some, such as [0.8, 0.5]")
+    for budget in budgets:
+        Options.from_dict({**options, "memory_budget": budget})
+    one = budgets[0] if any(map(options.get, FOR_A_BUDGET)) else None
+    record = planned(step, args, {**options, "memory_budget": one}, captured_only=True)
     if record.captured is None:
         raise CaptureError(f"there is no whole step to plan: {record.reason or 'no backward() in it'}",
                            where=record.where, do="see memopt.explain with one budget or none")
-    return frontier(record, [b for b in budgets if b is not None])
+    return frontier(record, budgets)
 
 
 def planned(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],

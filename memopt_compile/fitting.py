@@ -22,7 +22,7 @@ from .errors import MemoptError, OptionError
 from .explaining import explain
 from .formulas import largest
 from .frontier import Frontier
-from .options import format_bytes, parse_bytes
+from .options import FOR_A_BUDGET, format_bytes, parse_bytes
 from .render import Report
 
 
@@ -84,15 +84,17 @@ def fit(step: Callable[..., Any], args: Sequence[Any], memory: int | str, *, mul
                           do="say budgeted=True (--budgeted in a shell) to plan within them")
     planned: dict[int, int] = {}
 
-    def explained(units: int, **budget: Any) -> Report | Frontier:
-        return explain(step, *resized(args, given, units * multiple_of), **options, **budget)
+    unbudgeted = {name: value for name, value in options.items() if not budgeted or name not in FOR_A_BUDGET}
+
+    def explained(units: int, options: dict[str, Any] = unbudgeted) -> Report | Frontier:
+        return explain(step, *resized(args, given, units * multiple_of), **options)
 
     def note(units: int, peak_bytes: int) -> bool:
         planned[units * multiple_of] = peak_bytes
         progress(f"batch {units * multiple_of}: {format_bytes(peak_bytes)}")
         return peak_bytes <= limit
 
-    formula, guess = _guess(step, args, given, limit, options)
+    formula, guess = _guess(step, args, given, limit, unbudgeted)
     low = _search(lambda units: note(units, _peak(explained(units))), 0,
                   max(1, (guess or given) // multiple_of),
                   lambda low, high: _on_a_line(low, high, planned, multiple_of, limit))
@@ -102,7 +104,7 @@ def fit(step: Callable[..., Any], args: Sequence[Any], memory: int | str, *, mul
         refused: dict[int, int] = {0: 0}  # smallest peaks, by units
 
         def fits(units: int) -> bool:
-            plan = explained(units, memory_budget=[limit])
+            plan = explained(units, {**options, "memory_budget": [limit]})
             peak, refused[0] = plan.points[0].peak_bytes, plan.resident_bytes
             if peak > limit:
                 refused[units] = peak

@@ -1,6 +1,7 @@
 """What the user may ask for, and the parsing and printing of byte counts."""
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -37,6 +38,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "cuda_graphs": (False, True),
     "verify": (False, True),
 }
+
+
+FOR_A_BUDGET = ("compress", "max_gradient_error", "offload", "partition_activations")  # without one they do nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +105,9 @@ class Options:
                          "bits are what adapts")
         if self.adapt and self.cuda_graphs:
             raise _wrong("cuda_graphs", True, "leave adapt out: what is recorded once is not planned again")
-        for name in ("offload", "partition_activations"):
+        for name in FOR_A_BUDGET:
             if getattr(self, name) and self.memory_budget is None:
-                raise _wrong(name, True, "give memory_budget too: it says how much has to go")
+                raise _wrong(name, getattr(self, name), "give memory_budget too: it says how much has to go")
         if self.arena and not self.zero:
             raise _wrong("arena", True, "give zero=1, 2 or 3 too: a step of one process gathers nothing")
         error = self.max_gradient_error
@@ -152,14 +156,16 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def format_bytes(size: int) -> str:
-    """`size` bytes for people: whole bytes below 1 KiB, else two decimals of KiB to TiB."""
+def format_bytes(size: int, enough: bool = False) -> str:
+    """`size` bytes for people: whole bytes below 1 KiB, else two decimals of KiB to TiB; with `enough` rounded up,
+    so that it can be given as a budget."""
     sign, size = ("-" if size < 0 else ""), abs(size)
     if size < 1024:
         return f"{sign}{size} B"
     number, unit = 0.0, ""
     for unit in ("KiB", "MiB", "GiB", "TiB"):
-        number = round(size / UNITS[unit], 2)
+        hundredths = Fraction(100 * size, UNITS[unit])
+        number = float((math.ceil if enough else round)(hundredths) / 100)
         if number < 1024:  # after rounding, so that 1024.00 MiB is printed as 1.00 GiB
             break
     return f"{sign}{number:.2f} {unit}"

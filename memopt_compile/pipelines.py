@@ -197,7 +197,12 @@ def rewritten(
     found = by(chosen(smallest=False), observe)
     if peak(found) > limit_bytes:
         tight = by(chosen(free=False), observe)
-        return tight if peak(tight) <= limit_bytes else min(found, tight, by(chosen(), observe), key=peak)
+        if peak(tight) <= limit_bytes:
+            return tight
+        last = by(chosen(), observe)
+        best = min(found, tight, last, key=peak)
+        # `observe` is told of what is taken last.
+        return best if best is last else by(chosen(smallest=False) if best is found else chosen(free=False), observe)
     plan, changed = found[0].plan, {r.name for r in found[1] if r.op_changes}
     if plan is None or not plan.seconds or RematerializeFree.name not in changed:
         return found

@@ -22,6 +22,7 @@ from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
+from .optim.low_bit import SMALL
 from .options import format_bytes
 from .records import Compilation, captured_only
 from .replaying import Replayed
@@ -42,27 +43,20 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         OptionError: `adapt` is asked for and the step has collectives, or `offload` or `cuda_graphs` and it
             is on the CPU.
     """
-    record.before = timeline(step, workspace_of(step, record.lowering))
+    record.before = before = timeline(step, workspace_of(step, record.lowering))
     record.step = step
+    _check(step, record)
     if captured_only():
         record.captured = step
         return eager.lower(step)
     record.observe("captured", step)
-    limit = record.budget_bytes()
-    if record.options.cuda_graphs and record.device.type != "cuda":
-        raise OptionError(f"the step runs on the {record.device.type}, which has no CUDA graphs",
-                          where=f"{record.where}, cuda_graphs=True", do="leave cuda_graphs out")
-    if limit is None:
+    budget, limit = record.options.memory_budget, None
+    if budget is None:
         program = _program(step, record, None)
     else:
+        limit = devices.budget_bytes(budget, before.peak_bytes, record.device, before.resident_bytes)
+        record.budget_bytes = limit
         _fix_sizes(step)
-        if record.options.adapt and any(map(is_collective, step.computing())):
-            raise OptionError("ranks see different activations, and would plan differently",
-                              where=f"{record.where}, adapt=True",
-                              do="leave adapt out of a step with collectives")
-        if record.options.offload and record.device.type == "cpu":
-            raise OptionError("the step runs on the CPU: its activations are in the host's memory as it is",
-                              where=f"{record.where}, offload=True", do="leave offload out")
         program = _within(limit, step, record)
     record.dump()
     if limit is not None and program.peak_bytes > limit:
@@ -73,7 +67,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     run: Callable = program.run
     if program.watched:
         run = Adaptive(program, partial(_planned_again, step, record), record.where, record.history)
-    if any(n.target is REQUIRE_FINITE for n in record.step.computing()):
+    if program.watched or any(n.target is REQUIRE_FINITE for n in record.step.computing()):  # or in a later plan
         run = falling_back(run, partial(_exactly, step, record), record.device)
     if run is program.run:  # it will not be planned again
         record.heads.clear()
@@ -83,6 +77,21 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     if record.options.cuda_graphs:
         run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit)
     return run
+
+
+def _check(step: StepGraph, record: Compilation) -> None:
+    """Raises OptionError where an option does not go with the step or its device."""
+    options, device = record.options, record.device.type
+    for option, wrong, why, do in (
+        ("cuda_graphs", device != "cuda", f"the step runs on the {device}, which has no CUDA graphs",
+         "leave cuda_graphs out"),
+        ("offload", device == "cpu", "the step runs on the CPU: its activations are in the host's memory as it is",
+         "leave offload out"),
+        ("adapt", any(map(is_collective, step.computing())),
+         "ranks see different activations, and would plan differently", "leave adapt out of a step with collectives"),
+    ):
+        if getattr(options, option) and wrong:
+            raise OptionError(why, where=f"{record.where}, {option}=True", do=do)
 
 
 def _within(limit: int, captured: StepGraph, record: Compilation,
@@ -153,7 +162,7 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
 
 def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> Program | None:
     """Another program of the step, which `record` is of from now on; None if none fits."""
-    limit = record.budget_bytes() or 0
+    limit = record.budget_bytes or 0
     trial = replace(record, texts={}, versions={})
     program = _within(limit, captured, trial, formats)
     if program.peak_bytes > limit:
@@ -188,7 +197,7 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
         options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
                             before=record.before, heads=record.heads, arena=record.arena)
-        limit = record.budget_bytes() or 0
+        limit = record.budget_bytes or 0
         record.exact = _with_arena(_within(limit, captured, exact).run, exact)
         log.warning("%s: an activation is not finite, which few bits cannot hold: the step was taken back "
                     "and runs exactly, as all such steps will; its peak is then %s, the budget %s",
@@ -206,14 +215,14 @@ def _fix_sizes(step: StepGraph) -> None:
 
 def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
     """What is in the way of the budget, and what each way to need less would come to."""
-    limit, plan = record.budget_bytes() or 0, record.step.plan
+    limit, plan = record.budget_bytes or 0, record.step.plan
     needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
     means = "the smallest peak found"
     if plan and plan.again:
         means += ", by computing activations again,"
     if not record.options.recompute:
         means += " (recompute=False)"
-    less = [f"raise memory_budget to {format_bytes(needed)}"]
+    less = [f"raise memory_budget to {format_bytes(needed, enough=True)}"]
     if resident < limit:
         less.append("halve the batch, or split it with memopt.micro_batches: about "
                     f"{format_bytes(needed - (needed - resident) // 2)}, if what the step holds beyond its "
@@ -228,10 +237,11 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
                                           record.lowering, workspace, limit, record.device, heads=record.heads)
             peak = format_bytes(timeline(step, workspace).peak_bytes)
             less.append(f"allow {option}={setting!r}: {peak}, {how}")
-    state = sum(i.nbytes for i in record.step.inputs if i.role is Role.STATE)
-    if saved := state * 3 // 4:
-        less.append(f"memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping a "
-                    f"quarter of {format_bytes(state)} of optimizer state")
+    wide = sum(i.nbytes for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE
+               and n.meta["val"].dtype is torch.float32 and n.meta["val"].numel() >= SMALL)
+    if saved := wide * 3 // 4:
+        less.append(f"an optimizer of memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping "
+                    f"a quarter of {format_bytes(wide)} of optimizer state in float32")
     return InfeasibleBudget(
         f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}; "
         f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "

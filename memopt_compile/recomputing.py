@@ -25,6 +25,11 @@ def checkpointed(node: fx.Node) -> bool:
                                           CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+def kept_by_the_user(node: fx.Node) -> bool:
+    """Whether the policy of a `torch.utils.checkpoint` says of `node` that it shall not run again."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
 def parts(step: StepGraph, nodes: Container[fx.Node]) -> set[fx.Node]:
     """Those of forward among `nodes`, with the items and views of what they make."""
     found: set[fx.Node] = set()

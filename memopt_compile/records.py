@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, compat_trace, devices, dumping
+from . import compat, compat_trace, dumping
 from .adaptation import Replan
 from .arena import Buffer
 from .errors import OptionError
@@ -38,7 +38,7 @@ class Compilation:
     the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
     step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
     before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
-    the lowering generated; `captured` is the step before any pass, kept for a `frontier`;
+    the lowering generated; `budget_bytes` is `options.memory_budget` in bytes of peak; `captured` is the step before any pass, kept for a `frontier`;
     `folder` is where `dump` wrote; `largest_difference` is that of the first step from eager, and
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
@@ -57,6 +57,7 @@ class Compilation:
     step: StepGraph | None = None
     captured: StepGraph | None = None
     before: Timeline | None = None
+    budget_bytes: int | None = None
     after: Timeline | None = None
     passes: tuple = ()
     predicted_peak_bytes: int | None = None
@@ -146,14 +147,6 @@ class Compilation:
             log.debug("%s", Report.of(self))
         if self.options.dump is not None:
             dumping.write(self)
-
-    def budget_bytes(self) -> int | None:
-        """`options.memory_budget` in bytes of peak, None without a budget."""
-        if self.options.memory_budget is None or self.before is None:
-            return None
-        return devices.budget_bytes(
-            self.options.memory_budget, self.before.peak_bytes, self.device
-        )
 
     def peak_line(self) -> str | None:
         """The user's line that runs when the predicted peak is reached."""

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
 from .packing import Packed, candidates, in_host_memory, in_parts
 from .partition import RANKS, RANKS_HOST
-from .recomputing import overwritten_early
+from .recomputing import kept_by_the_user, overwritten_early
 from .replicated import alike
 from .sensitivity import Use, may_follow, sensitivity
 from .step_graph import (
@@ -178,7 +177,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
 
 def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
              fixed: set[fx.Node], put_away: Callable[[fx.Node], tuple[Packed, ...]]) -> tuple[Packed, ...]:
-    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or node in fixed:
+    if kept_by_the_user(node) or node in fixed:
         return ()
     return packed.get(node, ()) + put_away(node)
 
@@ -187,7 +186,7 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
     owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
     again = not (is_random(node) or is_collective(node) or node.is_impure(impure_random=False) or mutated_args(node)
-                 or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # the user says so
+                 or kept_by_the_user(node)
                  or node.target in (WAIT, torch.ops.aten._local_scalar_dense.default)
                  or owners.keys() & fixed or roots[node] & fixed)
     exact = dict.fromkeys(r for a in node.all_input_nodes if not may_follow(node, a) for r in roots[a])

@@ -130,7 +130,7 @@ class Report:
             measured_peak_bytes=record.measured_peak_bytes,
             resident_bytes=after.resident_bytes if after else None,
             before_peak_bytes=record.before.peak_bytes if record.before else None,
-            budget_bytes=record.budget_bytes(),
+            budget_bytes=record.budget_bytes,
             inputs=input_bytes(step) if step else {},
             memory=model_memory(step, after) if step and after and record.kind == "step" else None,
             passes=tuple(record.passes),

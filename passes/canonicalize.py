@@ -16,7 +16,8 @@ shares. The rules, cited in the code:
 6. ``copy_(p, p)`` goes.
 7. Equal views, and equal computations on 0-dim tensors, are made once. Larger values are not
    shared: that would keep them alive for longer.
-8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself.
+8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself, and so do the others that
+   scale, clamp and average (`clip_grad_norm_`, `clip_grad_value_`, means of parameters).
 9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
    them itself (the gradient of a bias: micro-batches then add up the same values in every one).
 10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5.
@@ -56,7 +57,15 @@ SPLITS = (
     aten.unsafe_split_with_sizes.default,
 )
 SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
-FOREACH = (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor, aten._foreach_mul.List)
+FOREACH = {  # for one tensor, where the last operand is a tensor, and where it is a number
+    "aten::_foreach_mul": (aten.mul.Tensor, aten.mul.Tensor),
+    "aten::_foreach_div": (aten.div.Tensor, aten.div.Tensor),
+    "aten::_foreach_add": (aten.add.Tensor, aten.add.Tensor),
+    "aten::_foreach_sub": (aten.sub.Tensor, aten.sub.Tensor),
+    "aten::_foreach_lerp": (aten.lerp.Tensor, aten.lerp.Scalar),
+    "aten::_foreach_clamp_min": (aten.clamp_min.Tensor, aten.clamp_min.default),
+    "aten::_foreach_clamp_max": (aten.clamp_max.Tensor, aten.clamp_max.default),
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,8 @@ class Canonicalize(StepPass):
                 node.target = aten.view.default
             elif node.target in SPLITS or node.target is aten.unbind.int:
                 _take_apart(step, node)
-            elif node.target in FOREACH:
-                _unbundle(step, node)
+            elif _name(node) in FOREACH:
+                _unbundle(node)
             elif node.target is aten.sum.dim_IntList:
                 _drop_summed(step, node)
             elif node.target is aten.slice_scatter.default and _is_whole(node):  # rule 10
@@ -122,13 +131,16 @@ def _dim(node: fx.Node) -> int:
     return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
 
 
-def _unbundle(step: StepGraph, node: fx.Node) -> None:
+def _name(node: fx.Node) -> str | None:
+    return getattr(getattr(node.target, "_schema", None), "name", None)
+
+
+def _unbundle(node: fx.Node) -> None:
     """Rule 8."""
-    tensors, factor = node.args
     for item in list(node.users):
-        i = item.args[1]
-        by = factor[i] if isinstance(factor, (list, tuple)) else factor
-        item.target, item.args = aten.mul.Tensor, (tensors[i], by)
+        args = tuple(each[item.args[1]] if isinstance(each, (list, tuple)) else each for each in node.args)
+        tensor = isinstance(args[-1], fx.Node) and isinstance(args[-1].meta["val"], Tensor)
+        item.target, item.args, item.kwargs = FOREACH[_name(node)][not tensor], args, node.kwargs
 
 
 def _drop_summed(step: StepGraph, node: fx.Node) -> None:

@@ -6,8 +6,8 @@ saves no time. Which values to keep is a minimum cut (as in torch's own partitio
 Chen et al. 2016 for the idea of trading computation for activations):
 
 1. every forward value is an edge whose capacity is its bytes: cutting it means keeping it;
-2. a value that cannot be computed again (a matrix product, a reduction to less than a quarter, anything random)
-   hangs on the source; one that can hangs on its operands, so it is had again from them;
+2. a value that cannot be computed again (a matrix product, a reduction to less than a quarter, anything random,
+   what a checkpoint's policy keeps) hangs on the source; one that can hangs on its operands, so it is had again from them;
 3. what backward reads hangs on the sink; inputs of the step and its results are free to keep;
 4. a view is never kept itself: its base is, or it is taken again from a base had again;
 5. what the update reads is kept: by then the operands may have been overwritten;
@@ -32,7 +32,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import fuses, reduces_little, weight
-from memopt_compile.recomputing import overwritten_early, recompute
+from memopt_compile.recomputing import kept_by_the_user, overwritten_early, recompute
 from memopt_compile.step_graph import (
     Phase,
     StepGraph,
@@ -96,7 +96,7 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
 
 
 def _free(node: fx.Node) -> bool:
-    return fuses(node) or reduces_little(node)
+    return (fuses(node) or reduces_little(node)) and not kept_by_the_user(node)
 
 
 def _edge(network: nx.DiGraph, tail: Any, head: Any, size: int | None) -> None:

@@ -26,6 +26,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes, live_bytes, no_workspace
 from memopt_compile.ordering import fuses
+from memopt_compile.recomputing import kept_by_the_user
 from memopt_compile.step_graph import StepGraph, mutated_args, storage_roots
 from memopt_compile.step_pass import StepPass
 
@@ -117,7 +118,7 @@ class _Live:
 
         def can_run(node: fx.Node) -> bool:
             if node not in needed:
-                if not (fuses(node) and is_as_it_was(node)):
+                if not fuses(node) or kept_by_the_user(node) or not is_as_it_was(node):
                     return False
                 if not all(is_as_it_was(a) if is_there(a) else can_run(a) for a in node.all_input_nodes):
                     return False

@@ -1,7 +1,9 @@
 """A byte budget from outside: what the user asks for, gets, or is told."""
 
 import importlib.util
+import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memopt_compile as memopt
+from memopt_compile import devices
 from memopt_compile.frontier import Frontier
 from memopt_compile.quantization.activations import FORMATS
 from memopt_compile.records import compilations
@@ -115,13 +118,43 @@ def test_a_refusal_names_the_smallest_peak_and_that_one_works():
     _, _, report = trained(None, layers=1)
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:
         trained(report.resident_bytes + 1000, layers=1)
-    for price in ("state_bits=8: about ", "compress='int4': ", "halve the batch"):
+    for price in ("compress='int4': ", "halve the batch"):
         assert price in refusal.value.do
+    assert "state_bits=8" not in refusal.value.do  # the state is in float64, which memopt.optim does not shorten
     assert "there before the step" in refusal.value.what
     least = memopt.explain(make(layers=1)[0], *make(layers=1)[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
     _, _, found = trained(least, layers=1)
     assert found.measured_peak_bytes <= least
+    told = re.search(r"raise memory_budget to ([0-9.]+ [KM]iB)", refusal.value.do)[1]
+    assert trained(told, layers=1)[2].measured_peak_bytes == found.measured_peak_bytes
+
+
+@pytest.mark.parametrize("optimizer, offered", [
+    (torch.optim.AdamW, True), (partial(memopt.optim.AdamW, state_bits=8), False)], ids=["32 bits", "8 bits"])
+def test_states_of_8_bits_are_offered_to_who_has_32(optimizer, offered):
+    model = torch.nn.Linear(128, 128)
+    opt = optimizer(model.parameters(), lr=1e-3)
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    with pytest.raises(memopt.InfeasibleBudget) as refusal:
+        memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget="1KiB")
+    assert ("state_bits=8: about " in refusal.value.do) is offered
+
+
+def test_auto_is_what_is_there_and_what_is_free(monkeypatch):
+    """What the step holds already is not free, and is part of its peak."""
+    step, args, _ = make(layers=1)
+    plain = memopt.explain(step, *args, lowering="eager")
+    free = iter([plain.predicted_peak_bytes - plain.resident_bytes, 1, 1])
+    monkeypatch.setattr(devices, "free_bytes", lambda device: next(free))
+    found = memopt.explain(step, *args, lowering="eager", memory_budget="auto")
+    assert found.budget_bytes == int(0.9 * plain.predicted_peak_bytes)  # asked for once
+    assert found.predicted_peak_bytes <= found.budget_bytes
 
 
 def test_without_recomputation_the_step_is_refused():

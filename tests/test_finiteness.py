@@ -95,6 +95,33 @@ def test_only_those_steps_are():
     assert not torch.equal(state["head.weight"], exact["head.weight"])
 
 
+def test_so_are_those_under_a_later_plan():
+    """The first plan has no lossy format; that of the watched step has."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 512) for _ in range(4))
+    head = nn.Linear(512, 4)
+    opt = torch.optim.AdamW([*layers.parameters(), *head.parameters()], lr=1e-3)
+    x, y = torch.randn(512, 64), torch.arange(512) % 4
+
+    def step(bias):
+        loss = F.cross_entropy(head(sum(F.softplus(layer(x) + bias) for layer in layers)), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, lowering="eager", memory_budget=0.7, compress="int4", adapt=True,
+                              max_gradient_error=0.05)
+    heavy, infinite = torch.zeros(512, 512), torch.zeros(512, 512)
+    heavy[:, ::16] = 30.0
+    infinite[:, 5:13] = -torch.inf
+    compiled(heavy)
+    report = memopt.report(compiled)
+    assert report.history and report.plan.largest_error and not report.history[0].after > 1
+    assert torch.isfinite(compiled(infinite)) and memopt.report(compiled).taken_back == 1
+
+
 def packed(step, form="int8"):
     step.plan = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset(), (("tanh", form),))
     Compress().run(step)

@@ -178,7 +178,7 @@ class Float8(Packing):
         return [shares.to(torch.float8_e4m3fn), scales]
 
     def decode(self, shared: Parts, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return _cut(parts[0].to(dtype) * parts[1].to(dtype), shape)
+        return _cut(_finite(parts[0].to(dtype) * parts[1].to(dtype)), shape)
 
 
 FORMATS: dict[str, Packing] = {
@@ -224,7 +224,13 @@ def _dequantized(parts: Parts, bits: int, dtype: torch.dtype) -> Tensor:
         codes = (codes[:, None] >> shifts.view(2, *[1] * (codes.dim() - 1))) & 15
     values = codes.to(scales.dtype) - (8 if bits == 4 else 0)
     values = values.to(dtype) * scales.to(dtype)
-    return values + offset[0].to(dtype) if offset else values
+    return _finite(values + offset[0].to(dtype) if offset else values)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """The largest numbers of 16 bits in place of the infinities that a rounded scale makes of them; NaN stays."""
+    largest = torch.finfo(values.dtype).max
+    return values.clamp(-largest, largest) if values.dtype.itemsize == 2 else values
 
 
 def _cut(blocks: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -11,6 +11,7 @@ from graphs import (
     values_for,
 )
 
+import memopt_compile as memopt
 from memopt_compile.backends import eager
 from memopt_compile.passes.canonicalize import Canonicalize
 
@@ -89,6 +90,39 @@ def test_a_real_step_keeps_its_numbers_and_loses_its_copies(settings):
     check(step, Canonicalize(), slack=8 * scalars)
     counts = step.op_counts()
     assert not counts.keys() & {"copy", "empty_like", "detach", "clone", "_foreach_mul.Tensor"}
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, y: torch._foreach_mul(x, y), lambda x, y: torch._foreach_mul(x, 3), lambda x, y: torch._foreach_mul(x, y[0][0, 0]),
+    lambda x, y: torch._foreach_div(x, [2.0, 3.0]), lambda x, y: torch._foreach_add(x, y, alpha=0.3),
+    lambda x, y: torch._foreach_add(x, 2), lambda x, y: torch._foreach_sub(x, y, alpha=2),
+    lambda x, y: torch._foreach_lerp(x, y, 0.3), lambda x, y: torch._foreach_lerp(x, y, [v.mean() for v in y]),
+    lambda x, y: torch._foreach_clamp_min(x, y), lambda x, y: torch._foreach_clamp_min(x, 0.1),
+    lambda x, y: torch._foreach_clamp_max(x, [0.1, 0.2]), lambda x, y: torch._foreach_clamp_max(x, y)])
+def test_foreach_is_one_operator_a_tensor(function):
+    step = by_hand(lambda x, y: function([x.sin(), x.cos()[0]], [y.exp(), y.tanh()[0]]),
+                   ("x", doubles(2, 3)), ("x", doubles(2, 3)))
+    check(step, Canonicalize())
+    assert not any("foreach" in name for name in step.op_counts())
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grad_norm_])
+def test_clipping_holds_no_gradient_twice(clip):
+    """A bundle of all gradients would hold all of them, clipped and not."""
+    peaks = []
+    for foreach in (None, False):
+        torch.manual_seed(0)
+        model = mlp(4)
+        opt = torch.optim.AdamW(model.parameters())
+
+        def step(x):
+            model(x).square().mean().backward()
+            clip(model.parameters(), 0.1, foreach=foreach)
+            opt.step()
+            opt.zero_grad()
+
+        peaks.append(memopt.explain(step, doubles(4, model[0].in_features), lowering="eager").predicted_peak_bytes)
+    assert peaks[0] <= peaks[1]
 
 
 def test_a_second_run_finds_nothing():

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import (
 )
 
 import memopt_compile as memopt
-from memopt_compile.liveness import timeline
+from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.honour_checkpoints import HonourCheckpoints
+from memopt_compile.passes.rematerialize_free import RematerializeFree
 from memopt_compile.passes.replay_dropout import ReplayDropout
 
 
@@ -124,6 +125,18 @@ def test_a_policy_is_honoured():
     check(step, HonourCheckpoints())
     assert gelus(step) == 8
     assert products == sum(n.target is torch.ops.aten.addmm.default for n in step.computing())
+
+
+def test_what_a_policy_keeps_is_not_free_to_run_again():
+    def save_gelus(context, operator, *args, **kwargs):
+        return (CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.gelu.default
+                else CheckpointPolicy.PREFER_RECOMPUTE)
+
+    step = prepared(contexts=functools.partial(create_selective_checkpoint_contexts, save_gelus))
+    kept = gelus(step)
+    for each in (HonourCheckpoints(), RematerializeFree()):
+        each.run(step, no_workspace)
+    assert gelus(step) == kept
 
 
 @pytest.mark.parametrize("kind", [{}, {"p": 0.3}, {"micro_batches": 2}, {"micro_batches": 4, "p": 0.3}],

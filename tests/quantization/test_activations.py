@@ -147,3 +147,12 @@ def test_only_a_tensor_with_each_element_once_is_dense():
     assert is_dense(value) and is_dense(value.t())
     for other in (value[:, :3], torch.zeros(()), torch.zeros(1, 4).expand(3, 4)):
         assert not is_dense(other)
+
+
+@pytest.mark.parametrize("form", LOSSY)
+def test_the_largest_half_comes_back_finite(form):
+    """Scales are rounded, and a rounded one times its code may be more than float16 can hold."""
+    largest = torch.finfo(torch.float16).max
+    value = torch.full((256, 256), largest, dtype=torch.float16)
+    value[::2, 1::2] = -largest
+    assert torch.isfinite(decompress(compress(value, form), *layout(value, form))).all()
