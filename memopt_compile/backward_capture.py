@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import compat, compat_dynamo
+from . import compat, compat_breaks, compat_dynamo
 from .optim.gradients import keep_in_8_bits, round_gradient, rounds
 from .quantization.parameters import LowPrecisionTensor
 
@@ -32,8 +32,11 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         known = compat.tensor_variables(tx.output)
         leaves = _leaves(compat.fake_value(self))
         variables = [known.get(id(leaf)) for leaf in leaves]
-        if not leaves or any(v is None for v in variables):
-            compat.break_graph(
+        if not leaves:
+            compat_breaks.break_graph("backward() of a loss that needs no gradient", "nothing that it is computed from "
+                                      "requires one", "compute it outside of torch.no_grad(), from trained parameters")
+        if any(v is None for v in variables):
+            compat_breaks.break_graph(
                 "backward() reaches leaves that the trace does not know",
                 f"{sum(v is None for v in variables)} of {len(leaves)} leaf "
                 "tensors of the loss were made outside the traced step",
@@ -49,7 +52,7 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     except RuntimeError as error:
         if "to not have been used in the graph" not in str(error):
             raise
-        compat.break_graph(
+        compat_breaks.break_graph(
             "backward() reaches a parameter and gives it no gradient", "a derivative on the way to it is None, as "
             "of an autograd.Function that returns None for it", "detach the parameter before it is given there")
     with compat.traced_without_grad(tx):
@@ -99,5 +102,5 @@ def _guarded(tx: Any) -> set[str]:
 
 
 def _refuse_hook() -> None:
-    compat.break_graph("a tensor has a gradient hook", "hooks on parameters and inputs do not run inside the graph",
+    compat_breaks.break_graph("a tensor has a gradient hook", "hooks on parameters and inputs do not run inside the graph",
                        "remove the hook, or apply the same change to the gradient behind the backward")

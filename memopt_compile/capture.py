@@ -33,6 +33,7 @@ from torch import Tensor
 from . import (
     backward_capture,
     compat,
+    compat_breaks,
     compat_dynamo,
     folding,
     function_capture,
@@ -91,12 +92,12 @@ class Notes:
         """Have Dynamo trace the frame anew with every loop unrolled."""
         log.info("%s: loop over micro-batches traced whole: %s", self.where, why)
         self.unroll = True
-        compat.restart(self.trace, str(why))
+        compat_breaks.restart(self.trace, str(why))
 
     def leave(self, why: str) -> NoReturn:
         """Have Dynamo leave the frame to Python."""
         self.left = True
-        compat.restart(self.trace, why)
+        compat_breaks.restart(self.trace, why)
 
 
 _notes = Notes()
@@ -136,16 +137,16 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
 def _traced_step(self: Any, tx: Any) -> Any:
     optimizer = self.value
     if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
-        compat.break_graph(
+        compat_breaks.break_graph(
             f"{type(optimizer).__name__}.step cannot be captured",
             "its update runs backward passes or is itself differentiated",
             "use a first-order optimizer with differentiable=False to save memory here",
         )
     if any(p.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
-        compat.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
+        compat_breaks.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
                            "make it dense to save memory here")
     if compat.global_optimizer_hooks():
-        compat.break_graph("global optimizer hooks", "they are not part of the step",
+        compat_breaks.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
     optimizer_capture.make_state(optimizer, tx)
     notes = _notes_of(tx)
@@ -166,7 +167,7 @@ class _BoundStep(compat.VariableTracker):
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
         if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
-            compat.break_graph("an update without its backward", "", "")
+            compat_breaks.break_graph("an update without its backward", "", "")
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
@@ -184,9 +185,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     outputs, inputs = kwargs.pop("outputs"), compat_dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
     backward_capture.refuse_hooks(tx, compat_dynamo.tensors_in(inputs))
     single, *others = compat_dynamo.tensors_in(outputs) or [None]
-    given = kwargs.get("grad_outputs")
-    implicit = given is None or (hasattr(given, "value") and given.value is None)
-    if implicit and single is not None and not others and compat.fake_value(single).numel() == 1:
+    number = single is not None and not others and compat.fake_value(single).numel() == 1
+    if number and compat_dynamo.is_none(kwargs.get("grad_outputs")):
         with compat.traced_without_grad(tx):
             start = build(tx, torch.ops.memopt.seed.default).call_function(tx, [single], {})
         kwargs["grad_outputs"] = compat.list_variable([start])
@@ -198,8 +198,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         if "already consumed" in str(error):
             _tell_of_break(error, "backward() goes through a graph that an earlier one has used up",
                            "pass retain_graph=True to the earlier one, or add the losses up first")
-            if not compat.demands_one_graph(tx.output):
-                compat.run_in_eager(error)
+            if not compat_breaks.demands_one_graph(tx.output):
+                compat_breaks.run_in_eager(error)
         raise
     _notes_of(tx).backwards += 1
     create = kwargs.get("create_graph")
@@ -272,7 +272,7 @@ def tell(where: str, cause: str, remedy: str) -> None:
 
 
 def _tell_of_break(error: Any, cause: str, remedy: str) -> None:
-    place = compat.break_place(error)
+    place = compat_breaks.break_place(error)
     if place is not None:
         file, line, code = place
         tell(f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`", cause, remedy)
@@ -281,11 +281,14 @@ def _tell_of_break(error: Any, cause: str, remedy: str) -> None:
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
     """Tell where a step stops being one graph. After the optimizer has run
-    (a ``loss.item()`` to return, say) the step is whole already, and nothing is lost."""
+    (a ``loss.item()`` to return, say) the step is whole already, and before the forward it is not begun."""
     error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
-    if not (counted.backwards and counted.updates) and not counted.resumed:
-        _tell_of_break(error, *compat.break_reason(error))
+    begun, to_come = compat_breaks.is_differentiated(self.output), compat_breaks.is_ahead(self.output, "backward")
+    lost = begun and to_come and not counted.backwards if counted.resumed else (
+        not (counted.backwards and counted.updates) and (begun or not to_come))
+    if lost:
+        _tell_of_break(error, *compat_breaks.break_reason(error))
     return original(self, code_options, reason, exc, **kwargs)
 
 
@@ -302,7 +305,7 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if _notes.left:
-        compat.run_in_eager(_notes.reason)
+        compat_breaks.run_in_eager(_notes.reason)
     prepared = function_capture.prepare(self.fn, args, kwargs, tx)
     if prepared is not None:
         return prepared
@@ -370,7 +373,13 @@ def scope(step: Any, code: Any, options: Any = None,
             log_graph_break=_log_graph_break, next_item=_next_item,
         ):
             yield _notes
-    except (compat.Unsupported, compat.SkipFrame):
+    except compat_breaks.LEFT as error:
+        if _notes.backwards:
+            _tell_of_break(error, *compat_breaks.break_reason(error))
+        elif compat_breaks.is_recompile_limit(error) and not _notes.resumed:
+            _notes.left = True
+            tell(_notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for another value, and torch "
+                 "stops there", 'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
         left(options, _notes)
         raise
     finally:

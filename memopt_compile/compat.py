@@ -10,17 +10,10 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch._dynamo.exc import (
-    AutogradGradRestartAnalysis,
-    BackendCompilerFailed,
-    SkipFrame,
-    TensorifyScalarRestartAnalysis,
-    Unsupported,
-    unimplemented,
-)
+from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, Unsupported
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -45,7 +38,7 @@ __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
     "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
-    "VariableBuilder", "VariableTracker", "aot_module_simplified", "break_graph",
+    "VariableBuilder", "VariableTracker", "aot_module_simplified",
     "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
@@ -58,29 +51,6 @@ def source_name(source: Any) -> str:
         return ""
     name = source.name
     return name() if callable(name) else name
-
-
-def run_in_eager(why: object) -> NoReturn:
-    """Leave the frame being traced to Python: nothing of it is compiled."""
-    raise SkipFrame(str(why)) from (why if isinstance(why, Exception) else None)
-
-
-def restart(output: Any, why: str) -> NoReturn:
-    """From a backend: trace the frame of `output` again, from nothing."""
-    output.root_tx.speculation_log.clear()
-    TensorifyState.clear()
-    # Of Dynamo's restarts the one that it lets a backend ask for.
-    raise TensorifyScalarRestartAnalysis(restart_reason=why)
-
-
-def demands_one_graph(output: Any) -> bool:
-    """Whether the frame of `output` is compiled with ``fullgraph=True``."""
-    return output.root_tx.one_graph or output.root_tx.error_on_graph_break
-
-
-def break_graph(what: str, why: str, remedy: str) -> None:
-    """End the traced graph here: the rest of the frame runs by the ordinary path."""
-    unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
 
 
 def tensor_variables(output: Any) -> dict[int, Any]:
@@ -274,24 +244,6 @@ def constant_value(variable: Any) -> tuple[bool, Any]:
     if variable.is_python_constant():
         return True, variable.as_python_constant()
     return False, None
-
-
-def break_place(error: Any) -> tuple[str, int, str] | None:
-    """(file, line number, code) of the innermost line outside torch that ended a graph."""
-    stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
-    frames = [f for f in stack if f.filename and "/torch/" not in f.filename
-              and "/memopt_compile/" not in f.filename]
-    return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None
-
-
-def break_reason(error: Any) -> tuple[str, str]:
-    """(reason, remedy) from what Dynamo says when it ends a graph."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    explanation = [li.removeprefix("Explanation: ") for li in lines if li.startswith("Explanation: ")]
-    hints = [li.removeprefix("Hint: ") for li in lines if li.startswith("Hint: ")]
-    reason = lines[0] if lines else type(error).__name__
-    return (f"{reason} ({explanation[0]})" if explanation else reason,
-            hints[0] if hints else "take that line out of the step")
 
 
 def aot_module_simplified(gm: torch.fx.GraphModule, example_inputs: Any, **compilers: Any) -> Any:

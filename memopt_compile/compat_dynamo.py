@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, output_graph
+from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -55,8 +55,11 @@ def _add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: An
     (torch 2.11 rounds a product of its own, 2.13 has a private operator that does so without Inductor.)"""
     if not isinstance(alpha, TensorVariable):
         return original(self, tx, other, alpha=alpha)
-    total = TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [self, other, alpha], {})
-    return self.call_method(tx, "copy_", [total], {})
+    return self.call_method(tx, "copy_", [_sum_scaled(tx, self, other, alpha)], {})
+
+
+def _sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
+    return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
 
 
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
@@ -135,6 +138,12 @@ def tensors_in(given: Any) -> list[Any]:
     given = given.realize()
     items = (v.realize() for v in (given.items if isinstance(given, BaseListVariable) else [given]))
     return [v for v in items if isinstance(v, TensorVariable)]
+
+
+def is_none(given: Any) -> bool:
+    """Whether an argument is None, or not given."""
+    given = given and given.realize()
+    return given is None or isinstance(given, ConstantVariable) and given.value is None
 
 
 def sequence(tx: Any, given: Any) -> Any:
@@ -227,13 +236,15 @@ def tracing_scope(
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 
-    def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, *args: Any, **named: Any) -> Any:
+    def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         state = tx.symbolic_torch_function_state
         if name == "backward" and all(isinstance(mode.value, DeviceContext) for mode in state.mode_stack):
             # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
             with mock.patch.object(state, "torch_function_mode_enabled", False):
-                return original(self, tx, name, *args, **named)
-        result = original(self, tx, name, *args, **named)
+                return original(self, tx, name, args, kwargs)
+        if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
+            return _sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
+        result = original(self, tx, name, args, kwargs)
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -282,7 +293,11 @@ def tracing_scope(
     patches = (
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
-        dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True),
+        dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
+                            # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
+                            # weights were tied or replaced since is another step.
+                            skip_no_tensor_aliasing_guards_on_parameters=False),
+        mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),

@@ -23,6 +23,8 @@ from . import (
     build,
     capture,
     compat,
+    compat_breaks,
+    compat_data,
     compat_dynamo,
     compat_trace,
     devices,
@@ -40,6 +42,7 @@ from .errors import CaptureError, MemoptError, OptionError
 from .low_precision import check_optimizers
 from .options import Options
 from .records import Compilation, remember
+from .step_graph import source_line
 from .verification import regions, run_regions_once, verifying
 
 log = logging.getLogger("memopt_compile")
@@ -139,7 +142,7 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
 
 def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None:
     """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
-    if notes.reason and notes.step not in _stepped:
+    if notes.reason and (notes.backwards or notes.left or notes.step not in _stepped):
         _check_budget(Options.from_dict(options), "model", notes)
 
 
@@ -196,6 +199,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         record.arena = arena.buffer_of(storages[0].parameter())
     _detach_outputs(gm, notes)
     compat.settle_unused_floats(gm)
+    compat_data.without_grad(gm.graph)
+    gm.recompile()
     wholes: list[zero.Storage] = []
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -228,18 +233,17 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                 gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
                 keep_inference_input_mutations=True, decompositions=decompositions)
     except Exception as error:
-        unlike = _cause(error, loops.Unlike)
-        if unlike or notes.shortened and _caused_by(error, _NotWhole):
+        unlike, views = _cause(error, loops.Unlike), compat_breaks.refuses_views(error)
+        if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
-        if not _caused_by(error, _NotWhole):
+        if not (views or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
-        why, remedy = (("the step returns a tensor that is still differentiable",
-                        "detach it, or do its backward in the step") if _differentiable(gm) else
-                       ("the step changes a tensor that autograd still follows",
-                        "make such changes under torch.no_grad()"))
-        if compat.demands_one_graph(notes.trace):
-            raise CaptureError(why, where=f"{notes.where}, fullgraph=True", do=remedy) from None
-        return _in_eager(gm, record, notes, why, remedy)
+        line, why, remedy = (
+            ("", "an input of the step is a view of another that it changes",
+             "give the step the tensor that is viewed, and take the view in it") if views else _why_not_whole(gm))
+        if compat_breaks.demands_one_graph(notes.trace):
+            raise CaptureError(why, where=f"{line or notes.where}, fullgraph=True", do=remedy) from None
+        return _in_eager(gm, record, notes, why, remedy, line)
     if record.options.partition_activations:
         run = tensor_parallel.comparing(run, record.step, origin, notes.where)
     run = zero.together_with_others(run, storages, wholes, notes.where) if storages else run
@@ -250,9 +254,26 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     return _dropping_gradients(run, stale) if stale else run
 
 
-def _in_eager(gm: fx.GraphModule, record: Compilation, notes: capture.Notes, why: str, remedy: str) -> Callable:
+def _why_not_whole(gm: fx.GraphModule) -> tuple[str, str, str]:
+    """The user's line after which autograd still has to follow the step, what it does, and the remedy."""
+    for node in gm.graph.output_node().all_input_nodes:
+        if getattr(node.meta.get("example_value"), "requires_grad", False):
+            return (_quoted(node), "the step returns a tensor that is still differentiable",
+                    "detach it, or do its backward in the step")
+    return (_quoted(compat_data.write_that_is_followed(gm.graph)), "the step changes a tensor that autograd still follows",
+            "make such changes under torch.no_grad()")
+
+
+def _quoted(node: fx.Node | None) -> str:
+    """The user's line that made `node`, as ``file:line `code```."""
+    line = node and source_line(node)
+    return "{} `{}`".format(*line.split(" ", 1)) if line and " " in line else ""
+
+
+def _in_eager(gm: fx.GraphModule, record: Compilation, notes: capture.Notes, why: str, remedy: str,
+              line: str = "") -> Callable:
     """The graph as it was traced, uncompiled."""
-    capture.tell(notes.where, why, remedy)
+    capture.tell(line or notes.where, why, remedy)
     _check_budget(record.options, "model", notes)
     record.kind, record.reason = "ordinary", notes.reason
     if regions(gm) and not notes.left:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import compat, margin_loss
+from . import compat, compat_breaks, margin_loss
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -81,13 +81,13 @@ def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
         return  # packed sequences: their lengths are numbers in a tensor, which Dynamo refuses
     layers, dropout, train, both, batch_first = (compat.constant_value(a)[1] for a in args[4:])
     if dropout and train and layers > 1:
-        compat.break_graph(
+        compat_breaks.break_graph(
             "dropout between the layers of a recurrent network", "torch's trace of it has none",
             "make each layer a module of its own, with nn.Dropout between them")
     steps = compat.fake_value(args[0].realize()).shape[1 if batch_first else 0]
     cells = steps * layers * (2 if both else 1)
     if cells > MOST_CELLS:
-        compat.break_graph(
+        compat_breaks.break_graph(
             "a recurrent network over a long sequence",
             f"one operator in eager, but {cells} cells of their own in a graph",
             f"cut the sequence so that steps, layers and directions make at most {MOST_CELLS}")

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -241,7 +243,9 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     Addresses are those of the CPU's blocks: releases on CUDA outside any operator are in the flat
     list alone.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    # The recorder prints two lines each time, unless this is set when a process first records.
+    level = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
+    with mock.patch.dict(os.environ, level), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         result = call()
     profiler: Any = recording.profiler
     kineto = profiler.kineto_results

@@ -1,6 +1,8 @@
 """A byte budget from outside: what the user asks for, gets, or is told."""
 
+import contextlib
 import importlib.util
+import logging
 import re
 import sys
 from functools import partial
@@ -284,3 +286,25 @@ def test_compressed_gradients_are_compared_on_a_shadow_step():
         assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
         largest[bound] = report.plan.largest_error
     assert largest[None] > 0.1 and largest[0.05] == FORMATS["int8"].error
+
+
+def test_a_step_compiled_too_often_has_no_budget(caplog):
+    """A list that grows is another value in each call; torch leaves the step to eager, where no budget holds."""
+    step, args, _ = make(layers=1)
+    seen = []
+
+    def growing(x, y):
+        loss = step(x, y)
+        seen.append(loss)
+        return loss
+
+    for budget, refused in ((None, False), ("1GiB", True)):
+        torch._dynamo.reset()
+        fast = memopt.compile(growing, lowering="eager", memory_budget=budget)
+        with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING, "memopt_compile"):
+            for _ in range(2):
+                fast(*args)
+            with pytest.raises(memopt.OptionError, match="compiled 2 times") if refused else contextlib.nullcontext():
+                fast(*args)
+    told = [r.getMessage() for r in caplog.records if "compiled 2 times" in r.getMessage()]
+    assert told and all("test_budget.py" in line and "recompiles" in line for line in told)

@@ -178,22 +178,6 @@ def checkpointed_dropout() -> Loop:
     return plain(Renormed())
 
 
-@ordinary
-def updates_of_data() -> Loop:
-    """torch 2.13's AOTAutograd refuses ``tensor.data = value``, which is how Python ends ``p.data -= x``."""
-    model = mlp()
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        for p in model.parameters():
-            p.data -= 0.1 * p.grad
-            p.grad = None
-        return loss.detach()
-
-    return Loop(step, [model], [])
-
-
 class _Scaled(torch.autograd.Function):
     """A function that gives its scale no gradient."""
 

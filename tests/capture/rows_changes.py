@@ -1,0 +1,212 @@
+"""What changes between the calls of a step, or is done beside it: numbers of the optimizer, parameters, logs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from loops import CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain, row
+from torch import nn
+
+
+@row
+def nesterov_momentum_that_changes() -> Loop:
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.2, total_steps=20)
+    return plain(model, opt, after=lambda i: schedule.step())
+
+
+@row
+def weight_decay_that_changes() -> Loop:
+    """Added to the gradient by each in its own way."""
+    models = [mlp() for _ in range(6)]
+    opts = [torch.optim.SGD(models[0].parameters(), 0.1, weight_decay=0.1),
+            torch.optim.Adam(models[1].parameters(), 0.02, weight_decay=0.1, maximize=True),
+            torch.optim.RMSprop(models[2].parameters(), 0.01, weight_decay=0.1),
+            torch.optim.Adagrad(models[3].parameters(), 0.02, weight_decay=0.1),
+            torch.optim.NAdam(models[4].parameters(), 0.02, weight_decay=0.1, decoupled_weight_decay=True),
+            torch.optim.Adadelta(models[5].parameters(), 0.5, weight_decay=0.1)]
+
+    def step(x, y):
+        loss = sum(F.cross_entropy(model(x), y) for model in models)
+        loss.backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        return loss
+
+    def after(i):
+        for opt in opts:
+            opt.param_groups[0]["weight_decay"] *= 0.8
+
+    return Loop(step, models, opts, after=after)
+
+
+@row
+def batch_from_an_iterator() -> Loop:
+    """The graph ends at `next`, before the step has begun."""
+    scales = iter([torch.full((), 0.1 * i) for i in range(1, 20)])
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = next(scales) * F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def clamped_data() -> Loop:
+    """As CLIP clamps its temperature."""
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = mlp(), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.body(x) * self.scale.exp()
+
+    model = Scaled()
+    opt = adamw(model, lr=0.2)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        model.scale.data.clamp_(0, 1.1)
+        model.body[0].bias.data.mul_(0.9)
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def updates_of_data() -> Loop:
+    """Python ends ``p.data -= x`` by setting `p.data`."""
+    model = mlp()
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+            p.grad = None
+        return loss.detach()
+
+    return Loop(step, [model], [])
+
+
+def _after_two(model: nn.Module, opt: torch.optim.Optimizer, change) -> Loop:
+    return plain(model, opt, after=lambda i: change() if i == 1 else None)
+
+
+@row
+def weights_loaded_in_place_of_the_old() -> Loop:
+    """The optimizer keeps the old ones, which get no gradient any more."""
+    model = mlp()
+    return _after_two(model, adamw(model), lambda: model.load_state_dict(
+        {k: v.clone() * 0.5 for k, v in model.state_dict().items()}, assign=True))
+
+
+@row
+def weight_replaced() -> Loop:
+    model = mlp()
+    return _after_two(model, adamw(model), lambda: setattr(
+        model[0], "weight", nn.Parameter(model[0].weight.detach() * 0.5)))
+
+
+@row
+def weights_tied_in_the_middle() -> Loop:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    return _after_two(model, adamw(model), lambda: setattr(model[2], "weight", model[0].weight))
+
+
+@row
+def optimizer_of_other_parameters() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def change():
+        del opt.state[model[0].weight]
+        opt.param_groups[0]["params"][0] = nn.Parameter(model[0].weight.detach().clone())
+
+    return _after_two(model, opt, change)
+
+
+@ordinary
+def metrics_in_a_loop() -> Loop:
+    """The step is whole before; a graph that ends within a loop leaves all of the function to Python."""
+    seen = {}
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for name, value in {"loss": loss, "root": loss.sqrt()}.items():
+            seen[name] = value.item()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@ordinary
+def schedulers_in_a_list() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@ordinary
+def second_half_in_pieces() -> Loop:
+    """The first half is captured whole."""
+    models = [mlp(), mlp()]
+    opts = [adamw(model) for model in models]
+
+    def step(x, y):
+        first = F.cross_entropy(models[0](x), y)
+        first.backward()
+        opts[0].step()
+        opts[0].zero_grad()
+        value = first.item()
+        second = F.cross_entropy(models[1](x), y)
+        if second.item() > 1e6:
+            return value
+        second.backward()
+        opts[1].step()
+        opts[1].zero_grad()
+        return value
+
+    return Loop(step, models, opts)
+
+
+@ordinary
+def buffer_that_views_a_parameter() -> Loop:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH))
+            self.register_buffer("part", self.weight.detach()[:, :3], persistent=False)
+
+        def forward(self, x):
+            return x @ self.weight.T + x[:, :3] @ self.part.T
+
+    return plain(Viewing())
