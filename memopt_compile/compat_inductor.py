@@ -7,6 +7,7 @@ needs to pay. Tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.inductor_prims import force_stride_order as STORE
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
@@ -85,11 +87,18 @@ def kernels_in_background() -> Iterator[None]:
 
 
 def joint_graph_passes(module: fx.GraphModule) -> fx.GraphModule:
-    """Inductor's rewrites of a graph that is still ATen: patterns, constants, random numbers."""
+    """Inductor's rewrites of a graph that is still ATen: patterns, constants, random numbers.
+
+    What a pattern's replacement returns may lie otherwise in memory (an attention's result), which its readers have
+    to be told."""
     values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
     mode = _fake_mode(values)
     with V.set_fake_mode(mode), _no_guards_on_constants(mode.shape_env):
-        return _recursive_joint_graph_passes(module)
+        takes_module = "gm" in inspect.signature(FakeTensorUpdater).parameters  # 2.13
+        updater = FakeTensorUpdater(module if takes_module else module.graph)
+        module = _recursive_joint_graph_passes(module)
+        updater.incremental_update()
+        return module
 
 
 @contextlib.contextmanager

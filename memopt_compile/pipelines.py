@@ -49,7 +49,7 @@ from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
 from .planner import GAP
 from .rematerialization import Means
-from .step_graph import StepGraph
+from .step_graph import Role, StepGraph, mutated_args, storage_roots
 from .step_pass import PassRecord, StepPass
 
 ANY = 2**62  # bytes, as a limit
@@ -270,12 +270,12 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
     refusal = each.requires(step)
     if refusal is not None:
         return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal)
-    before = _contents(step)
+    before, written = _contents(step), _written(step)
     try:
         each.run(step, costs)
         same = len(now := _contents(step)) == len(before) and all(map(operator.is_, now, before))
         step.verify()
-        lack = each.ensures(step)
+        lack = each.ensures(step) or _unwritten(step, written)
     except OptionError:
         raise  # what the user asked for does not go with this step
     except Exception as error:  # whatever it is, the user needs to know which pass it was
@@ -299,6 +299,23 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
         peak if same else timeline(step, workspace).transient_peak_bytes,
         time.perf_counter() - start,
     )
+
+
+def _written(step: StepGraph) -> set[str]:
+    """Parameters and states that an operator writes to, by their inputs' names."""
+    kept = {i.name for i in step.inputs if i.role in (Role.PARAMETER, Role.STATE)}
+    return {a.name for n in step.computing() for a in mutated_args(n)} & kept
+
+
+def _unwritten(step: StepGraph, before: set[str]) -> str | None:
+    """What is wrong if a parameter or state is not updated any more that was `before`."""
+    lost = before - _written(step)
+    if lost:  # unless by a view of it
+        roots = storage_roots(step.graph)
+        lost -= {root.name for n in step.computing() for a in mutated_args(n) for root in roots[a]}
+    labels = {i.name: i.label for i in step.inputs}
+    gone = sorted(labels[name] for name in lost if name in labels)
+    return f"{', '.join(gone[:3])} is not written any more" if gone else None
 
 
 def _contents(step: StepGraph) -> list[Any]:

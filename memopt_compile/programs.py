@@ -22,6 +22,7 @@ from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
+from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
 from .records import Compilation, captured_only
@@ -141,6 +142,8 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
     step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
                                               record.device, observe, formats, record.heads)
     record.step, record.after = step, timeline(step, workspace)
+    if record.options.verify:
+        check_metadata(step)
     run, peak = _lowered(step, record)
     program = Program(run, step.plan, peak)
     if step.plan and watch.watched:

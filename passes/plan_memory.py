@@ -53,6 +53,11 @@ class PlanMemory(StepPass):
             return None
         return "the graph has no backward to plan for"
 
+    def ensures(self, step: StepGraph) -> str | None:
+        planned = {*step.plan.again, *(name for name, _ in step.plan.packed)} if step.plan else set()
+        unknown = planned - {node.name for node in step.computing()}
+        return f"the plan names {min(unknown)}, which is not there" if unknown else None
+
     def run(self, step: StepGraph, costs: Any = None) -> None:
         if step.plan is not None:  # rule 4
             return

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from memopt_compile import build, driver, micro_batches, optim, programs
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
+from memopt_compile.metadata import check_metadata
 from memopt_compile.step_graph import Role, StepGraph
 
 
@@ -184,6 +185,7 @@ def check(step: StepGraph, *passes: Any, slack: int = 0) -> tuple[int, int]:
         assert each.requires(step) is None
         each.run(step)
         step.verify()
+        check_metadata(step)
         assert each.ensures(step) is None
     got = outcome(eager.lower(step), values)
     for a, b in zip(expected, got, strict=True):
