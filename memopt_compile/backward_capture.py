@@ -102,5 +102,6 @@ def _guarded(tx: Any) -> set[str]:
 
 
 def _refuse_hook() -> None:
-    compat_breaks.break_graph("a tensor has a gradient hook", "hooks on parameters and inputs do not run inside the graph",
-                       "remove the hook, or apply the same change to the gradient behind the backward")
+    compat_breaks.break_graph(
+        "a tensor has a gradient hook", "hooks on parameters and inputs do not run inside the graph",
+        "remove the hook, or apply the same change to the gradient behind the backward")

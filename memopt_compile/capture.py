@@ -378,8 +378,8 @@ def scope(step: Any, code: Any, options: Any = None,
             _tell_of_break(error, *compat_breaks.break_reason(error))
         elif compat_breaks.is_recompile_limit(error) and not _notes.resumed:
             _notes.left = True
-            tell(_notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for another value, and torch "
-                 "stops there", 'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
+            tell(_notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for another value, and "
+                 "torch stops there", 'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
         left(options, _notes)
         raise
     finally:

@@ -142,8 +142,7 @@ def tensors_in(given: Any) -> list[Any]:
 
 def is_none(given: Any) -> bool:
     """Whether an argument is None, or not given."""
-    given = given and given.realize()
-    return given is None or isinstance(given, ConstantVariable) and given.value is None
+    return given is None or isinstance(given.realize(), ConstantVariable) and given.realize().value is None
 
 
 def sequence(tx: Any, given: Any) -> Any:

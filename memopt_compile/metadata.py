@@ -33,9 +33,10 @@ class _Checking(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
         known = n.meta.get("val")
-        if n.op == "call_function" and isinstance(made, Tensor) and isinstance(known, Tensor) and _kind(made) != _kind(known):
-            raise VerifyError(f"{n.name} is said to be {describe(n)} with strides {list(known.stride())}, and its operator "
-                              f"makes {made.dtype}{list(made.shape)} with strides {list(made.stride())}",
+        tensors = isinstance(made, Tensor) and isinstance(known, Tensor)
+        if n.op == "call_function" and tensors and _kind(made) != _kind(known):
+            raise VerifyError(f"{n.name} is said to be {describe(n)} with strides {list(known.stride())}, and its "
+                              f"operator makes {made.dtype}{list(made.shape)} with strides {list(made.stride())}",
                               where=source_line(n), do="a pass that changes an operator also sets meta['val']")
         return made
 

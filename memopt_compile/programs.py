@@ -117,8 +117,8 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
             return program
         if smallest is None or program.peak_bytes < smallest[0].peak_bytes:
             smallest = program, record.step, record.after, record.passes
-        if program.plan and not program.plan.fits:
-            break
+        if not program.plan.fits if program.plan else record.after.peak_bytes > planned:
+            break  # no plan has less
         excess = program.peak_bytes - limit
         log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)

@@ -115,7 +115,7 @@ def test_clipping_holds_no_gradient_twice(clip):
         model = mlp(4)
         opt = torch.optim.AdamW(model.parameters())
 
-        def step(x):
+        def step(x, model=model, opt=opt, foreach=foreach):
             model(x).square().mean().backward()
             clip(model.parameters(), 0.1, foreach=foreach)
             opt.step()
