@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, compiler, nn, strided
+from torch import Tensor, nn, strided
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat_trace
+from . import compat_trace, replaced
 from .distributed.storage import storage_of
 from .errors import QuantizationError
 from .quantization.formats import LINEAR, Linear
@@ -23,7 +19,6 @@ from .quantization.parameters import NAMES, LowPrecisionTensor, encoded
 
 ROUNDINGS = ("stochastic", "nearest")
 OURS = {*NAMES, "form", "_is_param"}  # attributes that a parameter may have by its class
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that no model has any more, by name
 Skip = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -151,36 +146,10 @@ def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
              made: dict[int, nn.Parameter]) -> None:
-    _check_every_step()
     for _, module, name, p in slots:
         if id(p) in made:
-            _replaced[p] = name
+            replaced.note(p, name, replaced.CONVERSION)
             setattr(module, name, made[id(p)])
-
-
-def check_optimizers(optimizers: Iterable[Optimizer], where: str) -> None:
-    """Refuse an optimizer that was made before the conversion: it would train what no model has.
-
-    Raises:
-        QuantizationError: it has a parameter that was replaced.
-    """
-    for optimizer in optimizers:
-        old = [_replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced]
-        if old:
-            raise _error(f"{type(optimizer).__name__} has {len(old)} parameters ({', '.join(old[:3])} ..) that "
-                         "a conversion of the model has replaced: it would train nothing", where,
-                         "make the optimizer after memopt.quantize_parameters_")
-
-
-@functools.cache
-def _check_every_step() -> None:
-    """From now on an optimizer that trains what was replaced is refused where nothing is compiled, too."""
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not compiler.is_compiling():  # the driver looks at those that it captures
-            check_optimizers([optimizer], "optimizer.step()")
-
-    check.only_checks = True  # type: ignore[attr-defined]
-    register_optimizer_step_pre_hook(check)
 
 
 def _error(what: str, where: str, do: str) -> QuantizationError:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import replaced
 from ..optim.base import Optimizer
 from ..optim.low_bit import compressed, expanded
 from ..optim.shards import Rows
@@ -74,14 +75,14 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
         for name, p in given.items():
             if p is None:
                 continue
-            here = module._parameters[name]
+            here, full_name = module._parameters[name], f"{path}.{name}" if path else name
             if p not in made and not p.requires_grad and stage < 3:  # frozen: every rank keeps all of it
                 become_the_first(here, shard, replicas)
                 made[p] = here
             elif p not in made:
-                path_of_p = f"{path}.{name}" if path else name
-                made[p] = _sharded(here.detach(), p.requires_grad, path_of_p, shard, replicas, mesh, stage)
+                made[p] = _sharded(here.detach(), p.requires_grad, full_name, shard, replicas, mesh, stage)
             if made[p] is not p:
+                replaced.note(p, full_name, replaced.SHARDING)  # to optimizers that are not here
                 _replace(opt, p, made[p], replicas)
             module._parameters[name] = made[p]
             if storage_of(made[p]) is not None:

@@ -119,7 +119,35 @@ def wrong_steps(rank, ranks):
             lambda: compiled(rank, ranks, 3, micro=1 + rank)[-1](*batch)),
         "the budget is 1 B" if rank else "none: the smallest peak found": says(lambda: compiled(
             rank, ranks, 3, memory_budget=1 if rank else "1GiB")[-1](*batch)),
+        "SGD has 2 parameters (1.weight, 1.bias ..) that memopt.shard_, which was given another": second_optimizer(
+            rank, ranks, False, lambda step: memopt.compile(step, zero=2, lowering="eager")),
+        "  where: optimizer.step()": second_optimizer(rank, ranks, False, lambda step: step),
     }
+
+
+def second_optimizer(rank, ranks, shared, run=None):
+    """Two optimizers of two layers: the first alone is given to `shard_`, or each with its own layer."""
+    model = cases.made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), DOUBLE)
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    mesh = init_device_mesh("cpu", (ranks,))
+    memopt.shard_(model[0] if shared else model, first, mesh, stage=2)
+    if shared:
+        memopt.shard_(model[1], second, mesh, stage=2)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        for opt in (first, second):
+            opt.step()
+            opt.zero_grad()
+        return loss
+
+    x = torch.ones(2, 6, dtype=DOUBLE)
+    if run is not None:
+        return says(lambda: run(step)(x))
+    before = cases.whole(model)
+    memopt.compile(step, zero=2, lowering="eager")(x)
+    return all((before[name] != value).any() for name, value in cases.whole(model).items())
 
 
 def in_turn(rank, ranks):
@@ -200,6 +228,7 @@ def everything(rank, ranks, folder):
     return {"refusals": refusals(rank, ranks), "steps": wrong_steps(rank, ranks),
             "in turn": in_turn(rank, ranks), "checkpoints": checkpoints(rank, ranks, folder),
             "meta": from_meta(rank, ranks),
+            "each its own": second_optimizer(rank, ranks, True),
             "begun": [begun(rank, ranks, *how) for how in BEGUN]}
 
 
@@ -269,6 +298,10 @@ def test_all_ranks_go_on_from_the_first_with_what_is_frozen_and_buffers(pair, wh
     first, second = (rank["begun"][which] for rank in pair)
     assert len(first) == 5 + 3 + 4 and first["number"] == 0
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_each_optimizer_may_be_given_its_own_modules(pair):
+    assert all(rank["each its own"] for rank in pair)
 
 
 def test_refuses_without_a_process_group():
