@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -263,3 +265,54 @@ def test_looking_for_old_parameters_keeps_no_step_from_being_captured():
 
     torch.compile(step, backend="memopt", fullgraph=True, options={"lowering": "eager"})(torch.randn(4, 8))
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_are_written_by_data(compiled):
+    """PyTorch's setter would leave the codes as they are."""
+    torch._dynamo.reset()
+    model = memopt.quantize_parameters_(nn.Linear(8, 4), bits=12)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    p = model.weight
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        p.data = torch.full_like(p, 0.25)
+        return loss.detach()
+
+    (memopt.compile(step, lowering="eager") if compiled else step)(torch.randn(4, 8))
+    assert model.weight is p and (p.dequantize() == 0.25).all()
+    if compiled:
+        return
+    p.data = p.data - 1.0
+    assert (p.dequantize() == -0.75).all()
+    p.data -= 0.25
+    assert (p.dequantize() == -1.0).all()
+    whole = torch.linspace(-1, 1, 36)
+    nn.utils.vector_to_parameters(whole, model.parameters())
+    assert (nn.utils.parameters_to_vector(model.parameters()) - whole).abs().max() < 1 / 2000
+    p.detach().apply_(lambda value: 0.5)
+    assert (p.dequantize() == 0.5).all()
+
+
+@pytest.mark.parametrize("value", [torch.ones(8), torch.ones(4, 8, dtype=torch.float64), torch.ones(4, 8, device="meta")])
+def test_data_of_another_shape_type_or_device_is_refused(value):
+    model = memopt.quantize_parameters_(nn.Linear(8, 4))
+    before = packed(model)
+    with pytest.raises(QuantizationError, match="cannot become"):
+        model.weight.data = value
+    assert all(map(torch.equal, packed(model), before))
+
+
+def test_parts_are_shared_between_processes():
+    """As by `share_memory` of any module; what is sent to a process is the same memory there."""
+    model = memopt.quantize_parameters_(nn.Linear(8, 4))
+    assert not model.weight.is_shared()
+    assert model.share_memory() is model and model.weight.is_shared() and all(p.is_shared() for p in packed(model))
+    sent = pickle.loads(ForkingPickler.dumps(model.weight))
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    assert isinstance(sent, LowPrecisionTensor) and (sent.dequantize() == 0.5).all()
