@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,7 +50,7 @@ def quantize_parameters_(model: nn.Module, bits: int = 12, group_size: int = 204
             continue
         _check(name, p)
         if p.numel():
-            value = encoded(p, form, zlib.crc32(name.encode()) & 0xFFFF)
+            value = encoded(p, _capped(form, p.numel()), zlib.crc32(name.encode()) & 0xFFFF)
             made[id(p)] = _in_place_of(p, value)
     _replace(slots, made)
     return model
@@ -90,6 +91,12 @@ def _format(bits: int, group_size: int, rounding: str, seed: int) -> Linear:
     if not (isinstance(seed, int) and 0 <= seed < 2**32):
         raise _error(f"seed is {seed!r}", f"seed={seed!r}", "choose an integer from 0 to 2**32 - 1")
     return LINEAR[bits]._replace(block=group_size, seed=seed if rounding == "stochastic" else None)
+
+
+def _capped(form: Linear, count: int) -> Linear:
+    """`form` for so many elements: all of them in one group are no larger a group, and no memory is for the rest
+    of it. (Groups of the usual size are left as they are.)"""
+    return form._replace(block=min(form.block, max(LINEAR[form.bits].block, math.ceil(count / TOGETHER) * TOGETHER)))
 
 
 def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -135,6 +142,8 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("has a gradient hook", "register hooks after the conversion")
     if not fake and not p.detach().isfinite().all():
         raise refuse("holds NaN or Inf", "load finite weights first")
+    if not fake and not p.detach().float().isfinite().all():
+        raise refuse("holds values beyond the range of float32, in which scales are", "scale it down")
 
 
 def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -146,10 +155,21 @@ def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
              made: dict[int, nn.Parameter]) -> None:
-    for _, module, name, p in slots:
-        if id(p) in made:
-            replaced.note(p, name, replaced.CONVERSION)
+    """Put what was made into its places, or, where a module refuses, into none."""
+    done = []
+    for path, module, name, p in slots:
+        if id(p) not in made:
+            continue
+        done.append((module, name, p))
+        try:
             setattr(module, name, made[id(p)])
+        except Exception as error:
+            for touched, its_name, old in done:
+                touched._parameters[its_name] = old
+            raise _error(f"parameter {path!r} cannot be replaced: {error}", type(module).__name__, "convert the "
+                         "model before others wrap or compile it, or name the parameter in skip") from error
+    for module, name, p in done:
+        replaced.note(p, name, replaced.CONVERSION)
 
 
 def _error(what: str, where: str, do: str) -> QuantizationError:

@@ -15,6 +15,7 @@ import memopt_compile as memopt
 from memopt_compile.errors import QuantizationError
 from memopt_compile.measure import measure
 from memopt_compile.quantization.parameters import LowPrecisionTensor
+from memopt_compile.quantization.rounding import noise
 
 
 def network(seed=0):
@@ -168,6 +169,8 @@ def spoilt(kind):
         model[5] = nn.LazyLinear(5)
     elif kind == "meta":
         model[5] = nn.Linear(33, 5, device="meta")
+    elif kind == "double":
+        model[5].bias = nn.Parameter(torch.full((5,), 1e39, dtype=torch.float64))
     elif kind == "hook":
         model[5].bias.register_hook(lambda g: g)
     elif kind == "quantized":
@@ -177,7 +180,7 @@ def spoilt(kind):
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("NaN", "NaN or Inf"), ("complex", "complex"), ("integers", "floating-point"), ("lazy", "no values"),
-    ("meta", "no values"), ("hook", "hook"), ("quantized", "already")])
+    ("meta", "no values"), ("double", "beyond the range of float32"), ("hook", "hook"), ("quantized", "already")])
 def test_a_parameter_without_a_format_is_refused_by_name(kind, says):
     model = spoilt(kind)
     before = list(model.parameters())
@@ -196,6 +199,55 @@ def test_settings_that_do_not_exist_are_refused(settings):
     with pytest.raises(QuantizationError, match=str(*settings)):
         memopt.quantize_parameters_(model, **settings)
     assert not any(isinstance(p, LowPrecisionTensor) for p in model.parameters())
+
+
+class Closed(nn.Linear):
+    """Takes no other weight; or, with `late`, says so when it has taken it."""
+
+    late = closed = False
+
+    def __setattr__(self, name, value):
+        if self.closed and not self.late and name == "weight":
+            raise RuntimeError("this module is closed")
+        super().__setattr__(name, value)
+        if self.closed and name == "weight":
+            raise RuntimeError("this module is closed")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_module_that_refuses_its_parameter_leaves_the_others_theirs(late):
+    model = nn.Sequential(nn.Linear(4, 4), Closed(4, 4))
+    model[1].late, model[1].closed = late, True
+    before = dict(model.named_parameters())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(QuantizationError, match="'1.weight' cannot be replaced: this module is closed"):
+        memopt.quantize_parameters_(model)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()  # its parameters are the model's
+
+
+def test_a_group_is_no_larger_than_the_parameter():
+    """Of a tensor larger than memory, here, if it had to be filled up."""
+    model = memopt.quantize_parameters_(nn.Linear(61, 67), group_size=2**50)
+    assert (model.weight.form.block, model.bias.form.block) == (61 * 67 + 1, 2048)
+    assert model.weight.scales.numel() == 1
+    same = memopt.quantize_parameters_(nn.Linear(61, 67), group_size=8192)
+    same.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, packed(same), packed(model)))
+
+
+def test_each_seed_draws_for_itself():
+    """By all of its 32 bits, and those of 16 bits as ever."""
+    def written(seed):
+        p = memopt.quantize_parameters_(nn.Linear(64, 64, bias=False), bits=8, seed=seed).weight
+        with torch.no_grad():
+            p.copy_(torch.linspace(-1, 1, 4096).view(64, 64))
+        return p.low
+
+    found = [written(seed) for seed in (0, 1, 2**16, 2**31, 2**32 - 1)]
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    assert noise(torch.arange(4, dtype=torch.int32), 7, 3).tolist() == [30158, 4562, 49053, 8589]
 
 
 def test_writes():
