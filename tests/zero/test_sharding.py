@@ -111,6 +111,7 @@ def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, **options):
 
 def wrong_steps(rank, ranks):
     batch = next(cases.batches(rank, ranks, DOUBLE))
+    compiled(rank, ranks, 3, memory_budget="2GiB")[-1](*batch)  # with other options ranks look again
     return {
         "memopt.shard_(model, opt, mesh, stage=3)": says(
             lambda: compiled(rank, ranks, 3, shard=False)[-1](*batch)),
@@ -202,7 +203,7 @@ def from_meta(rank, ranks):
     return cases.whole(model), dict(model.named_buffers()), same, torch.rand(())
 
 
-def begun(rank, ranks, stage, meta=False, bits=None):
+def begun(rank, ranks, stage, meta=False, bits=None, replicas=1):
     """A frozen layer that two modules have, and buffers of several types, one of them expanded: each rank
     makes its own."""
     torch.manual_seed(rank)
@@ -216,8 +217,9 @@ def begun(rank, ranks, stage, meta=False, bits=None):
         model.register_buffer(name, value)
     frozen = model[0].weight
     assert not frozen.requires_grad
-    memopt.shard_(model, torch.optim.SGD(model.parameters(), lr=0.1),
-                  init_device_mesh("cpu", (ranks,)), stage=stage)
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("nodes", "node"))
+    memopt.shard_(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh if replicas > 1 else mesh["node"],
+                  stage=stage)
     first, second = (module._parameters["weight"] for module in model[:2])
     assert first is second and (first is frozen) == (stage < 3 and not meta), (first, second, frozen)
     return {**{name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().dequantize()

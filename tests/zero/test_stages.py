@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from ranks import on_ranks, once
+from test_sharding import begun
 
 
 def of_two(rank, ranks):
@@ -23,7 +24,7 @@ def of_four(rank, ranks):
     for stage in (1, 2, 3):
         found["replicas", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64, cases.adamw,
                                                  replicas=2, micro=2, clip=0.5)  # two of them, each of two ranks
-    return found
+    return found, [begun(rank, ranks, stage, replicas=2) for stage in (2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,13 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def all_of_four(tmp_path_factory):
     return once(tmp_path_factory, "stages of four", lambda folder: on_ranks(4, folder, of_four, 4))
+
+
+@pytest.fixture(scope="module")
+def four(all_of_four):
+    return [found for found, _ in all_of_four]
 
 
 def same_bits(a, b):
@@ -95,6 +101,13 @@ def test_replicas_all_reduce_what_has_been_scattered(four, stage):
     sent = four[0]["replicas", stage]["sent"]
     assert sent.count("reduce_scatter_tensor") == (7 if stage == 1 else 2 * 7)
     assert sent.count("all_reduce") == (7 if stage == 1 else 2 * 7) + 1  # and the norm
+
+
+def test_replicas_begin_with_what_the_first_rank_has(all_of_four):
+    _, first = all_of_four[0]
+    for _, found in all_of_four:
+        for mine, wanted in zip(found, first):
+            assert all(torch.equal(mine[name], value) for name, value in wanted.items())
 
 
 def test_steps_are_captured_whole(pair, four):
