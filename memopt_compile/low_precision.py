@@ -6,7 +6,6 @@ import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor, nn, strided
 from torch.nn.parameter import is_lazy
