@@ -22,7 +22,10 @@ def of_the_first(value: Tensor, mesh: Any) -> Tensor:
 
 @torch.no_grad()
 def become_the_first(t: Tensor, shard: Any, replicas: Any) -> None:
-    """Write into `t` what the first rank of all has there. Bytes travel: gloo does not know all types."""
+    """Write into `t` what the first rank of all has there. Bytes travel: gloo does not know all types.
+
+    A buffer that is sparse or of a class of its own stays as it is.
+    """
     if isinstance(t, LowPrecisionTensor):
         for part in t.parts:
             become_the_first(part, shard, replicas)
