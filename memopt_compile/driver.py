@@ -32,6 +32,7 @@ from . import (
     loops,
     pipelines,
     programs,
+    replaced,
     second_derivative,
     updates,
     zero,
@@ -39,7 +40,6 @@ from . import (
 from .backends import eager, inductor
 from .distributed import tensor_parallel
 from .errors import CaptureError, MemoptError, OptionError
-from .low_precision import check_optimizers
 from .options import Options
 from .records import Compilation, remember
 from .step_graph import source_line
@@ -82,7 +82,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     _check_accumulation(opts, kind, notes)
-    check_optimizers(notes.optimizers, notes.where)
+    replaced.check_optimizers(notes.optimizers, notes.where)
     if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
         _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
+import math
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from torch import Tensor, compiler, nn, strided
+from torch import Tensor, nn, strided
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat_trace
+from . import compat_trace, replaced
 from .distributed.storage import storage_of
 from .errors import QuantizationError
 from .quantization.formats import LINEAR, Linear
@@ -23,7 +19,6 @@ from .quantization.parameters import NAMES, LowPrecisionTensor, encoded
 
 ROUNDINGS = ("stochastic", "nearest")
 OURS = {*NAMES, "form", "_is_param"}  # attributes that a parameter may have by its class
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that no model has any more, by name
 Skip = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -54,7 +49,7 @@ def quantize_parameters_(model: nn.Module, bits: int = 12, group_size: int = 204
             continue
         _check(name, p)
         if p.numel():
-            value = encoded(p, form, zlib.crc32(name.encode()) & 0xFFFF)
+            value = encoded(p, _capped(form, p.numel()), zlib.crc32(name.encode()) & 0xFFFF)
             made[id(p)] = _in_place_of(p, value)
     _replace(slots, made)
     return model
@@ -95,6 +90,12 @@ def _format(bits: int, group_size: int, rounding: str, seed: int) -> Linear:
     if not (isinstance(seed, int) and 0 <= seed < 2**32):
         raise _error(f"seed is {seed!r}", f"seed={seed!r}", "choose an integer from 0 to 2**32 - 1")
     return LINEAR[bits]._replace(block=group_size, seed=seed if rounding == "stochastic" else None)
+
+
+def _capped(form: Linear, count: int) -> Linear:
+    """`form` for so many elements: all of them in one group are no larger a group, and no memory is for the rest
+    of it. (Groups of the usual size are left as they are.)"""
+    return form._replace(block=min(form.block, max(LINEAR[form.bits].block, math.ceil(count / TOGETHER) * TOGETHER)))
 
 
 def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -140,6 +141,8 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("has a gradient hook", "register hooks after the conversion")
     if not fake and not p.detach().isfinite().all():
         raise refuse("holds NaN or Inf", "load finite weights first")
+    if not fake and not p.detach().float().isfinite().all():
+        raise refuse("holds values beyond the range of float32, in which scales are", "scale it down")
 
 
 def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -151,36 +154,21 @@ def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
              made: dict[int, nn.Parameter]) -> None:
-    _check_every_step()
-    for _, module, name, p in slots:
-        if id(p) in made:
-            _replaced[p] = name
+    """Put what was made into its places, or, where a module refuses, into none."""
+    done = []
+    for path, module, name, p in slots:
+        if id(p) not in made:
+            continue
+        done.append((module, name, p))
+        try:
             setattr(module, name, made[id(p)])
-
-
-def check_optimizers(optimizers: Iterable[Optimizer], where: str) -> None:
-    """Refuse an optimizer that was made before the conversion: it would train what no model has.
-
-    Raises:
-        QuantizationError: it has a parameter that was replaced.
-    """
-    for optimizer in optimizers:
-        old = [_replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced]
-        if old:
-            raise _error(f"{type(optimizer).__name__} has {len(old)} parameters ({', '.join(old[:3])} ..) that "
-                         "a conversion of the model has replaced: it would train nothing", where,
-                         "make the optimizer after memopt.quantize_parameters_")
-
-
-@functools.cache
-def _check_every_step() -> None:
-    """From now on an optimizer that trains what was replaced is refused where nothing is compiled, too."""
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not compiler.is_compiling():  # the driver looks at those that it captures
-            check_optimizers([optimizer], "optimizer.step()")
-
-    check.only_checks = True  # type: ignore[attr-defined]
-    register_optimizer_step_pre_hook(check)
+        except Exception as error:
+            for touched, its_name, old in done:
+                touched._parameters[its_name] = old
+            raise _error(f"parameter {path!r} cannot be replaced: {error}", type(module).__name__, "convert the "
+                         "model before others wrap or compile it, or name the parameter in skip") from error
+    for module, name, p in done:
+        replaced.note(p, name, replaced.CONVERSION)
 
 
 def _error(what: str, where: str, do: str) -> QuantizationError:

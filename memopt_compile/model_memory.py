@@ -10,6 +10,7 @@ decoded. A storage is counted as what was first written into it.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ from .step_graph import (
     aliased_args,
     mutated_args,
     op_name,
+    source_line,
     storage_roots,
 )
 
@@ -64,7 +66,9 @@ class ModelMemory:
     the schedule; and of each kind by itself when there is most of it, in `most`.
 
     `parameters` are elements. `gradients` counts the gradients by the way they took, and
-    `gradient_bytes` are those of one backward in full precision.
+    `gradient_bytes` are those of one backward in full precision: with ZeRO this rank's rows, once they are
+    scattered. `at_once` is the most of them that are alive at once, and `largest` the largest one; `waited_for`
+    is the user's line whose number needs all of them before the first update, such as a clip by their norm.
     """
 
     parameters: int
@@ -73,6 +77,9 @@ class ModelMemory:
     most: dict[str, int]
     gradients: dict[str, int]
     gradient_bytes: int
+    at_once: int = 0
+    largest: int = 0
+    waited_for: str | None = None
 
     def bits(self, nbytes: int) -> float:
         """Bits for each parameter."""
@@ -86,7 +93,7 @@ class ModelMemory:
     def way(self) -> str:
         """Which way the gradients took, in words."""
         if list(self.gradients) == [FREED]:
-            freed = self.most["gradients"] - self.between["gradients"] < self.gradient_bytes
+            freed = self.at_once < self.gradient_bytes
             return "freed one by one behind their updates" if freed else "kept until the last is there"
         if len(self.gradients) < 2:
             return next(iter(self.gradients), "none")
@@ -139,14 +146,18 @@ def model_memory(step: StepGraph, timeline: Timeline) -> ModelMemory:
     curves[TEMPORARIES] = [all_ - sum(some) for all_, *some in zip(live, *curves.values())]
     at = live.index(max(live)) if live else 0
     between = input_bytes(step) | dict.fromkeys(BEYOND, 0)
-    of_one = Counter[int]()
+    of_one, finished = Counter[int](), {node: [r for r in roots[node] if r in life.size] for node in step.gradients}
     for node, backward in step.gradients.items():
-        of_one[backward] += sum(life.size.get(root, 0) for root in roots[node])
+        of_one[backward] += sum(life.size[root] for root in finished[node])
+    at_once = max(live_bytes(order, _only(life, {r for found in finished.values() for r in found})), default=0)
+    gradient_bytes = max(of_one.values(), default=0)
     return ModelMemory(
         _elements(step), between,
         {kind: size + (curves[kind][at] if kind in curves and live else 0) for kind, size in between.items()},
         {kind: size + max(curves.get(kind, [0]), default=0) for kind, size in between.items()},
-        dict(Counter(_ways(step, gradients, life.kept, roots)).most_common()), max(of_one.values(), default=0))
+        dict(Counter(_ways(step, gradients, life.kept, roots)).most_common()), gradient_bytes, at_once,
+        max((sum(life.size[root] for root in found) for found in finished.values()), default=0),
+        _waited_for(step) if at_once >= gradient_bytes else None)
 
 
 def _elements(step: StepGraph) -> int:
@@ -220,6 +231,22 @@ def _written(nodes: Iterable[fx.Node], roots: dict[fx.Node, frozenset[fx.Node]])
 
 def _of_codes(total: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> bool:
     return any(r.target is DEQUANTIZE for a in total.all_input_nodes for r in roots[a])
+
+
+def _waited_for(step: StepGraph) -> str | None:
+    """The user's line that makes a single number of all gradients, by which tensors are then changed."""
+    bits = {gradient: 1 << i for i, gradient in enumerate(step.gradients)}
+    every, of = 2 ** len(bits) - 1, dict[fx.Node, int]()
+    for node in step.computing():
+        of[node] = functools.reduce(operator.or_, (of.get(a, 0) for a in node.all_input_nodes), bits.get(node, 0))
+        if of[node] == every and len(bits) > 1 and _dim(node) == 0 and any(_dim(user) for user in node.users):
+            return source_line(node)
+    return None
+
+
+def _dim(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def _computed_of(step: StepGraph, gradient: fx.Node) -> set[fx.Node]:

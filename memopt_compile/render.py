@@ -209,6 +209,10 @@ class Report:
         if self.resident_bytes is not None:
             parts = [f"{role} {format_bytes(size)}" for role, size in self.inputs.items() if size]
             rows.append(("resident", f"{format_bytes(self.resident_bytes)}: {', '.join(parts)}"))
+        if self.memory is not None and self.memory.waited_for:
+            held, largest = format_bytes(self.memory.at_once), format_bytes(self.memory.largest)
+            rows.append(("waiting", f"all {held} of gradients are alive at once, where the largest has {largest}, for "
+                                    + _short(self.memory.waited_for)))
         if self.arena is not None:
             lost = f", {format_bytes(self.arena.lost_bytes)} lost between them" if self.arena.lost_bytes else ""
             rows.append(("arena", f"{format_bytes(self.arena.nbytes)} for {len(self.arena.tenants)} tenants, at "

@@ -92,14 +92,15 @@ def _input(step: StepGraph, name: str, value: Any) -> Any:
     return node
 
 
-_agreed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by code, the sequences that ranks agreed on
+_agreed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by code, and then options: sequences that ranks agreed on
 
 
 def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, frame: Any) -> Callable:
     """`lower` the step of `record`, and have all ranks compare the collectives that it came to.
 
     A step that one rank compiles again for itself (its batch has another shape) is not compared: it
-    makes the collectives that it made before. A rank that refuses its step tells the others.
+    makes the collectives that it made before. With other options all ranks compile it anew. A rank that
+    refuses its step tells the others.
 
     Raises:
         RankError: they are not the same on all ranks.
@@ -107,7 +108,7 @@ def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, fram
     """
     if mesh is None:
         return lower()
-    known = _agreed.setdefault(frame, [])
+    known = _agreed.setdefault(frame, {}).setdefault(repr(record.options), [])
 
     def compare(lines: list[str]) -> None:
         with compat_trace.real_tensors():  # torch is tracing

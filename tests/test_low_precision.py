@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import memopt_compile as memopt
 from memopt_compile.errors import QuantizationError
 from memopt_compile.measure import measure
 from memopt_compile.quantization.parameters import LowPrecisionTensor
+from memopt_compile.quantization.rounding import noise
 
 
 def network(seed=0):
@@ -166,6 +169,8 @@ def spoilt(kind):
         model[5] = nn.LazyLinear(5)
     elif kind == "meta":
         model[5] = nn.Linear(33, 5, device="meta")
+    elif kind == "double":
+        model[5].bias = nn.Parameter(torch.full((5,), 1e39, dtype=torch.float64))
     elif kind == "hook":
         model[5].bias.register_hook(lambda g: g)
     elif kind == "quantized":
@@ -175,7 +180,7 @@ def spoilt(kind):
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("NaN", "NaN or Inf"), ("complex", "complex"), ("integers", "floating-point"), ("lazy", "no values"),
-    ("meta", "no values"), ("hook", "hook"), ("quantized", "already")])
+    ("meta", "no values"), ("double", "beyond the range of float32"), ("hook", "hook"), ("quantized", "already")])
 def test_a_parameter_without_a_format_is_refused_by_name(kind, says):
     model = spoilt(kind)
     before = list(model.parameters())
@@ -194,6 +199,55 @@ def test_settings_that_do_not_exist_are_refused(settings):
     with pytest.raises(QuantizationError, match=str(*settings)):
         memopt.quantize_parameters_(model, **settings)
     assert not any(isinstance(p, LowPrecisionTensor) for p in model.parameters())
+
+
+class Closed(nn.Linear):
+    """Takes no other weight; or, with `late`, says so when it has taken it."""
+
+    late = closed = False
+
+    def __setattr__(self, name, value):
+        if self.closed and not self.late and name == "weight":
+            raise RuntimeError("this module is closed")
+        super().__setattr__(name, value)
+        if self.closed and name == "weight":
+            raise RuntimeError("this module is closed")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_module_that_refuses_its_parameter_leaves_the_others_theirs(late):
+    model = nn.Sequential(nn.Linear(4, 4), Closed(4, 4))
+    model[1].late, model[1].closed = late, True
+    before = dict(model.named_parameters())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(QuantizationError, match="'1.weight' cannot be replaced: this module is closed"):
+        memopt.quantize_parameters_(model)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()  # its parameters are the model's
+
+
+def test_a_group_is_no_larger_than_the_parameter():
+    """Of a tensor larger than memory, here, if it had to be filled up."""
+    model = memopt.quantize_parameters_(nn.Linear(61, 67), group_size=2**50)
+    assert (model.weight.form.block, model.bias.form.block) == (61 * 67 + 1, 2048)
+    assert model.weight.scales.numel() == 1
+    same = memopt.quantize_parameters_(nn.Linear(61, 67), group_size=8192)
+    same.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, packed(same), packed(model)))
+
+
+def test_each_seed_draws_for_itself():
+    """By all of its 32 bits, and those of 16 bits as ever."""
+    def written(seed):
+        p = memopt.quantize_parameters_(nn.Linear(64, 64, bias=False), bits=8, seed=seed).weight
+        with torch.no_grad():
+            p.copy_(torch.linspace(-1, 1, 4096).view(64, 64))
+        return p.low
+
+    found = [written(seed) for seed in (0, 1, 2**16, 2**31, 2**32 - 1)]
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    assert noise(torch.arange(4, dtype=torch.int32), 7, 3).tolist() == [30158, 4562, 49053, 8589]
 
 
 def test_writes():
@@ -263,3 +317,54 @@ def test_looking_for_old_parameters_keeps_no_step_from_being_captured():
 
     torch.compile(step, backend="memopt", fullgraph=True, options={"lowering": "eager"})(torch.randn(4, 8))
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_are_written_by_data(compiled):
+    """PyTorch's setter would leave the codes as they are."""
+    torch._dynamo.reset()
+    model = memopt.quantize_parameters_(nn.Linear(8, 4), bits=12)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    p = model.weight
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        p.data = torch.full_like(p, 0.25)
+        return loss.detach()
+
+    (memopt.compile(step, lowering="eager") if compiled else step)(torch.randn(4, 8))
+    assert model.weight is p and (p.dequantize() == 0.25).all()
+    if compiled:
+        return
+    p.data = p.data - 1.0
+    assert (p.dequantize() == -0.75).all()
+    p.data -= 0.25
+    assert (p.dequantize() == -1.0).all()
+    whole = torch.linspace(-1, 1, 36)
+    nn.utils.vector_to_parameters(whole, model.parameters())
+    assert (nn.utils.parameters_to_vector(model.parameters()) - whole).abs().max() < 1 / 2000
+    p.detach().apply_(lambda value: 0.5)
+    assert (p.dequantize() == 0.5).all()
+
+
+@pytest.mark.parametrize("value", [torch.ones(8), torch.ones(4, 8).double(), torch.ones(4, 8, device="meta")])
+def test_data_of_another_shape_type_or_device_is_refused(value):
+    model = memopt.quantize_parameters_(nn.Linear(8, 4))
+    before = packed(model)
+    with pytest.raises(QuantizationError, match="cannot become"):
+        model.weight.data = value
+    assert all(map(torch.equal, packed(model), before))
+
+
+def test_parts_are_shared_between_processes():
+    """As by `share_memory` of any module; what is sent to a process is the same memory there."""
+    model = memopt.quantize_parameters_(nn.Linear(8, 4))
+    assert not model.weight.is_shared()
+    assert model.share_memory() is model and model.weight.is_shared() and all(p.is_shared() for p in packed(model))
+    sent = pickle.loads(ForkingPickler.dumps(model.weight))
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    assert isinstance(sent, LowPrecisionTensor) and (sent.dequantize() == 0.5).all()

@@ -6,6 +6,7 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile.model_memory import EIGHT, FOLDED, FREED, FULL, LEFT
+from memopt_compile.options import format_bytes
 
 optim, WIDTH, LAYERS = memopt.optim, 64, 3
 ELEMENTS = LAYERS * WIDTH**2
@@ -81,3 +82,33 @@ def test_way_of_gradients_and_what_is_held_of_them(way, words, settings):
     assert sum(memory.at_peak.values()) == peak
     assert sum(memory.between.values()) == report.resident_bytes
     assert all(0 <= memory.between[kind] <= memory.at_peak[kind] <= memory.most[kind] for kind in memory.most)
+    waits = words.startswith("kept") and settings.get("layers") is not convolution  # which has a single gradient
+    assert bool(memory.waited_for) == waits
+    assert memory.largest == 4 * ELEMENTS // (1 if "layers" in settings else LAYERS)
+    if waits:
+        assert "clip_grad_norm_" in memory.waited_for
+        assert (f"all {format_bytes(4 * ELEMENTS)} of gradients are alive at once, where the largest has "
+                f"{format_bytes(4 * WIDTH**2)}, for test_model_memory.py") in str(report)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [False, True])
+def test_with_zero_the_way_is_that_of_the_rows(stage, clip):
+    """A whole gradient is larger than all rows of a rank, and is freed where it is scattered."""
+    with memopt.planned_ranks(8) as mesh:
+        model = nn.Sequential(*linear())
+        opt = adamw(model.parameters())
+        memopt.shard_(model, opt, mesh, stage=stage)
+
+        def step(x):
+            model(x).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+
+        torch._dynamo.reset()
+        memory = memopt.explain(step, torch.zeros(4, WIDTH), zero=stage, lowering="eager").memory
+    assert memory.gradient_bytes == 4 * ELEMENTS // 8 < memory.most["gradients"]
+    assert memory.way.startswith("kept" if clip else "freed one by one")
+    assert bool(memory.waited_for) == clip and (memory.at_once == memory.gradient_bytes) == clip

@@ -58,7 +58,8 @@ def _description(model: nn.Module, opt: torch.optim.Optimizer, stage: int) -> li
     return [f"stage {stage}", f"{type(opt).__name__} {settings}",
             *(f"{name} {tuple(p.shape)} {p.dtype} {getattr(p, 'form', '')} "
               f"{'trained' if p.requires_grad else 'frozen'} in "
-              f"group {place.get(id(p))}" for name, p in model.named_parameters())]
+              f"group {place.get(id(p))}" for name, p in model.named_parameters()),
+            *(f"buffer {name} {tuple(b.shape)} {b.dtype} {b.layout}" for name, b in model.named_buffers())]
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -133,7 +134,8 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
         if isinstance(module, nn.RNNBase):
             raise _refusal(f"{path} ({type(module).__name__}) keeps its parameters in a list of its "
                            "own", "shard the other modules: call shard_ on each of them")
-        on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
+        on_meta = any(t is not None and t.is_meta
+                      for t in (*module._parameters.values(), *module._buffers.values()))
         if on_meta and not hasattr(module, "reset_parameters"):
             raise _refusal(f"{path} ({type(module).__name__}) is on the meta device and has no "
                            "reset_parameters()", "give it one, or make it on its device")

@@ -28,31 +28,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import replaced
 from ..optim.base import Optimizer
 from ..optim.low_bit import compressed, expanded
 from ..optim.shards import Rows
 from ..quantization.parameters import LowPrecisionTensor
 from . import low_precision
+from .first_values import become_the_first, materialize, of_the_first
 from .refusals import check
-from .storage import Storage, remember, window
+from .storage import Storage, remember, storage_of, window
 
 
 def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int = 3) -> None:
     """Keep of parameters and optimizer state only what stage `stage` of ZeRO keeps, in place.
 
     Call it on every rank, after making the optimizer (or loading it) and before the first step.
-    All ranks go on from the values of the first rank of the mesh. Parameters on the meta device
-    are made module by module, by `reset_parameters`, so that the whole model is never there.
+    All ranks go on from the values of the first rank of the mesh, in parameters, frozen or not, and in
+    buffers. Parameters on the meta device are made module by module, by `reset_parameters`, so that the
+    whole model is never there.
 
     Args:
-        model: its parameters are replaced; buffers stay as they are, one for each rank.
+        model: its parameters are replaced; buffers, and in stages 1 and 2 frozen parameters, stay, one for
+            each rank.
         opt: of `torch.optim`, with an update that is elementwise, or of `memopt.optim`.
         mesh: a DeviceMesh over the ranks that share the model, or one of two dimensions with names:
             replicas along the first (across nodes), and sharing along the last (within a node).
         stage: 1 and 2 shard optimizer state, and gradients; 3 parameters too.
 
     Raises:
-        OptionError: something of this is not so. Nothing was changed.
+        OptionError: something of this is not so. Nothing was changed, unless a module leaves something
+            of the meta device without values: that is seen when its turn comes.
     """
     check(model, opt, mesh, stage)
     shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
@@ -62,18 +67,26 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
     for path, module in model.named_modules():
         given = dict(module._parameters)  # as the optimizer has them
-        _materialize(module, shard)
+        materialize(path, module, shard, made)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                become_the_first(buffer, shard, replicas)
         names = []
         for name, p in given.items():
-            if p is None or stage < 3 and not p.requires_grad:  # frozen: there is no state to shard
+            if p is None:
                 continue
-            if p not in made:
-                path_of_p = f"{path}.{name}" if path else name
-                made[p] = _sharded(module._parameters[name].detach(), p.requires_grad, path_of_p, shard,
-                                   replicas, mesh, stage)
+            here, full_name = module._parameters[name], f"{path}.{name}" if path else name
+            if p not in made and not p.requires_grad and stage < 3:  # frozen: every rank keeps all of it
+                become_the_first(here, shard, replicas)
+                made[p] = here
+            elif p not in made:
+                made[p] = _sharded(here.detach(), p.requires_grad, full_name, shard, replicas, mesh, stage)
+            if made[p] is not p:
+                replaced.note(p, full_name, replaced.SHARDING)  # to optimizers that are not here
                 _replace(opt, p, made[p], replicas)
             module._parameters[name] = made[p]
-            names.append(name)
+            if storage_of(made[p]) is not None:
+                names.append(name)
         if names:
             module.__class__ = reading(type(module), tuple(names))
         if any(isinstance(p, LowPrecisionTensor) for p in given.values()):
@@ -81,34 +94,15 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
         del given
 
 
-def _materialize(module: nn.Module, mesh: Any) -> None:
-    """Give the parameters of this module that are on the meta device their first values."""
-    if not any(p is not None and p.is_meta for p in module._parameters.values()):
-        return
-    for name, p in module._parameters.items():
-        if p is not None and p.is_meta:
-            there = torch.empty_like(p, device=mesh.device_type)
-            module._parameters[name] = nn.Parameter(there, requires_grad=p.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=mesh.device_type)
-    module.reset_parameters()
-
-
-def _of_the_first(value: Tensor, replicas: Any) -> Tensor:
-    """`value` as the first replica has it."""
-    return value if replicas is None else distribute_tensor(value, replicas, [Replicate()]).to_local()
-
-
 def _sharded(p: Tensor, trained: bool, name: str, mesh: Any, replicas: Any, all_ranks: Any,
              stage: int) -> nn.Parameter:
     placement = Shard(0) if p.dim() else Replicate()
     low = isinstance(p, LowPrecisionTensor)
-    given = distribute_tensor(_of_the_first(p.dequantize() if low else p, replicas), mesh, [placement])
+    given = distribute_tensor(of_the_first(p.dequantize() if low else p, replicas), mesh, [placement])
     start, kept = _start(given), []
     rows = given.to_local()
     if low:
-        rows = low_precision.rows_of(p, rows, start, mesh, _of_the_first(p.draws, replicas))
+        rows = low_precision.rows_of(p, rows, start, mesh, of_the_first(p.draws, replicas))
     if stage < 3 and p.dim():
         if low:
             rows, kept = low_precision.windows(rows, p, mesh)
@@ -142,7 +136,7 @@ def _replace(opt: torch.optim.Optimizer, p: Tensor, new: nn.Parameter, replicas:
         group["params"] = [new if each is p else each for each in group["params"]]
     if p in opt.state:
         opt.state[new] = {
-            name: distribute_tensor(_of_the_first(value, replicas), new.device_mesh, list(new.placements))
+            name: distribute_tensor(of_the_first(value, replicas), new.device_mesh, list(new.placements))
             if isinstance(value, Tensor) and value.shape == p.shape and p.dim() else value
             for name, value in opt.state.pop(p).items()}
 

@@ -9,6 +9,9 @@ Code that is not compiled knows nothing of that. It reads the rows, and gathers 
 that it is always right; and if it writes to them (an update in eager, a checkpoint loaded), the rows
 of the other ranks in the whole are old. `refresh` sees that by versions: of the parameter, which counts
 what is done to the DTensor, and of the rows, which counts what is done to the tensor inside it.
+
+One way of writing it does not see: `p.data.zero_()`. `p.data` is another DTensor with a count of its own, and below
+DTensor's operators nothing is counted. To see it, rows would have to be read in every step (docs/zero.md warns).
 """
 
 from __future__ import annotations

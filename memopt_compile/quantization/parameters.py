@@ -74,6 +74,35 @@ class LowPrecisionTensor(Tensor):
 
     # ------------------------------------------------------------------ for PyTorch
 
+    @property
+    def data(self) -> Tensor:
+        """The same memory, of which autograd knows nothing."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Write these values, as `copy_` does: PyTorch's setter would change nothing, and say nothing."""
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise QuantizationError(
+                f"`.data` of a low-precision parameter cannot become {tuple(value.shape)} of {value.dtype} on "
+                f"{value.device}", where=f"a parameter of shape {tuple(self.shape)}, {self.dtype}, on {self.device}",
+                do="give values of its shape, type and device; model.to(..) changes the latter")
+        with torch.no_grad():
+            self.copy_(value)
+
+    def share_memory_(self) -> LowPrecisionTensor:
+        """Move what it is kept in to memory that processes share. (PyTorch's would look for memory of its own.)"""
+        for part in self.parts:
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in self.parts)
+
+    def apply_(self, function: Callable) -> Tensor:
+        """As `Tensor.apply_`, which would write to memory that is not there."""
+        return self.copy_(self.dequantize().apply_(function))
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(_names(self.form)), (self.form, tuple(self.shape), self.dtype)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 # Odd, below 2^15 and without a pattern: one multiplier a round, and what a step and a seed add.
 ROUNDS = ((0x6A3B, 0x3C6F, 0x7F4B), (0x5D2D, 0x52DD, 0x1B56), (0x4E97, 0x2AB1, 0x6487),
           (0x73A5, 0x68E5, 0x4B2D))
+UPPER = (0x2F65, 0x7A91, 0x39C7, 0x5E0B)  # the same for what a seed has above 16 bits
 
 
 class Rounded(NamedTuple):
@@ -103,8 +104,8 @@ def noise(places: Tensor, seed: int, step: Any) -> Tensor:
     left to the device.
     """
     left, right = (places >> 16) & 0xFFFF, places & 0xFFFF
-    for multiplier, by_step, by_seed in ROUNDS:
-        key = (step * by_step + seed * by_seed) & 0xFFFF
+    for (multiplier, by_step, by_seed), by_upper in zip(ROUNDS, UPPER):
+        key = (step * by_step + seed * by_seed + (seed >> 16) * by_upper) & 0xFFFF
         if isinstance(key, Tensor):
             key = key.to(torch.int32)
         mixed = (((right ^ key) * multiplier) >> 8) & 0xFFFF

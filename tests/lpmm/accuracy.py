@@ -1,11 +1,13 @@
 """Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
 
     python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--steps N]
-                                  [--micro-batches 1 4 8 16] [--lowering inductor]
+                                  [--micro-batches 1 4 8 16] [--sum] [--lowering inductor]
 
 Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
 has its accuracy on the held-out images; the GPT by AdamW, and a row has its held-out loss. With N
-micro-batches each is as large as the whole batch with one, and steps are as many fewer. "bins" is the
+micro-batches each is as large as the whole batch with one, and steps are as many fewer. Their gradients are
+averaged, so that an update is as large as with one; with `--sum` they are added up, as in the paper's Algorithm 1,
+and with SGDM an update is N times as large. "bins" is the
 mean of |θ_t − θ_(t−1)|/δ over the largest parameter and the last quarter of the steps: of how many of
 its steps an element is moved at a time. With `--lowering` steps are captured whole, and gradients in 8 bits
 add up in `.grad`; without it they run in eager, and add up in the optimizer's state.
@@ -87,13 +89,14 @@ class Plays:
         return statistics.mean(float(self.loss(model, x, y)) for x, y in self.test)
 
 
-def train(task, way, seed, steps, micro_batches, lowering=None):
+def train(task, way, seed, steps, micro_batches, lowering=None, added_up=False):
     """(held-out result, bins)."""
     torch.manual_seed(seed)
     model = task.model()
     if way is not None:
         memopt.quantize_parameters_(model, way[0], rounding=way[1], seed=seed)
     opt = task.optimizer(model.parameters(), **({} if way is None else {"state_bits": 8, "gradient_bits": 8}))
+    share = 1 if added_up else micro_batches
     updates = max(1, steps // micro_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         opt, lambda i: min(1.0, (i + 1) / 20) * (1 - i / updates))
@@ -104,7 +107,7 @@ def train(task, way, seed, steps, micro_batches, lowering=None):
 
     def step(*batches):
         for x, y in batches:
-            task.loss(model, x, y).div(micro_batches).backward()
+            task.loss(model, x, y).div(share).backward()
             if way is not None and not lowering:
                 opt.accumulate()
         opt.step()
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], metavar="N")
+    parser.add_argument("--sum", action="store_true")
     parser.add_argument("--lowering", choices=("eager", "inductor"))
     given = parser.parse_args()
     task = Images() if given.model == "resnet" else Plays()
@@ -139,7 +143,8 @@ def main() -> None:
     print(f"{given.model}, {steps} batches\n\n| N | way | mean | each seed | bins |\n|---|---|---|---|---|")
     for n in given.micro_batches:
         for name in given.only:
-            found = [train(task, WAYS[name], seed, steps, n, given.lowering) for seed in range(given.seeds)]
+            found = [train(task, WAYS[name], seed, steps, n, given.lowering, given.sum)
+                     for seed in range(given.seeds)]
             results = [result for result, _ in found]
             print(f"| {n} | {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
                   f"{statistics.mean(b for _, b in found):.4f} |", flush=True)

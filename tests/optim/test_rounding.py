@@ -48,7 +48,7 @@ def test_noise_is_uniform_and_of_its_own_in_each_step(seed, step, first):
     assert draws.min() >= 0 and draws.max() < 1 << 16
     for bit in range(16):
         assert abs(int((draws >> bit & 1).sum()) - COUNT / 2) <= 6 * COUNT**0.5 / 2
-    for other in (following, draws.roll(1), noise(places, seed ^ 1, step)):
+    for other in (following, draws.roll(1), noise(places, seed ^ 1, step), noise(places, seed ^ 1 << 16, step)):
         pair = torch.stack([draws, other]).double()
         assert abs(float(torch.corrcoef(pair)[0, 1])) <= 6 / COUNT**0.5
 

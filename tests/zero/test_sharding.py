@@ -17,6 +17,7 @@ import memopt_compile as memopt
 from memopt_compile.errors import MemoptError, OptionError
 
 DOUBLE = torch.float64
+BEGUN = ((1,), (2,), (3,), (1, True), (2, False, 8))  # arguments of `begun`
 
 
 def says(function):
@@ -59,6 +60,10 @@ def refusals(rank, ranks):
             lambda: shard(opt=cases.sgd(nn.Linear(4, 4)))),
         "is on the meta device and has no reset_parameters()": says(
             lambda: shard(Bare())),
+        "leaves mask, steps of the meta device without values": says(
+            lambda: shard(Masked())),
+        "leaves weight of the meta device without values": says(
+            lambda: shard(Masked(sets=("mask", "steps")))),
         ("weight has a gradient\n" if rank else "rank 1 is refused: weight has a gradient\n"): says(
             lambda: shard(with_gradient(rank == 1))),
         "parameters or settings of rank 1 are not those of rank 0": says(
@@ -70,6 +75,28 @@ class Bare(nn.Module):
     def __init__(self):
         super().__init__()
         self.p = nn.Parameter(torch.empty(4, device="meta"))
+
+
+class Masked(nn.Module):
+    """On the meta device: a parameter, a mask and integers, of which a reset sets some."""
+
+    def __init__(self, sets=("weight",)):
+        super().__init__()
+        self.sets = sets
+        self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+        self.register_buffer("mask", torch.empty(4, 4, dtype=torch.bool, device="meta"))
+        self.register_buffer("steps", torch.empty(3, dtype=torch.int64, device="meta"))
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        if "weight" in self.sets:
+            self.weight.normal_()
+        else:
+            self.weight[1:].zero_()  # but for a row
+        if "mask" in self.sets:
+            self.mask.bernoulli_()  # some are True by right
+        if "steps" in self.sets:
+            self.steps.fill_(torch.iinfo(torch.int64).max)
 
 
 def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, **options):
@@ -84,6 +111,7 @@ def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, **options):
 
 def wrong_steps(rank, ranks):
     batch = next(cases.batches(rank, ranks, DOUBLE))
+    compiled(rank, ranks, 3, memory_budget="2GiB")[-1](*batch)  # with other options ranks look again
     return {
         "memopt.shard_(model, opt, mesh, stage=3)": says(
             lambda: compiled(rank, ranks, 3, shard=False)[-1](*batch)),
@@ -92,7 +120,35 @@ def wrong_steps(rank, ranks):
             lambda: compiled(rank, ranks, 3, micro=1 + rank)[-1](*batch)),
         "the budget is 1 B" if rank else "none: the smallest peak found": says(lambda: compiled(
             rank, ranks, 3, memory_budget=1 if rank else "1GiB")[-1](*batch)),
+        "SGD has 2 parameters (1.weight, 1.bias ..) that memopt.shard_, which was given another": second_optimizer(
+            rank, ranks, False, lambda step: memopt.compile(step, zero=2, lowering="eager")),
+        "  where: optimizer.step()": second_optimizer(rank, ranks, False, lambda step: step),
     }
+
+
+def second_optimizer(rank, ranks, shared, run=None):
+    """Two optimizers of two layers: the first alone is given to `shard_`, or each with its own layer."""
+    model = cases.made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), DOUBLE)
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    mesh = init_device_mesh("cpu", (ranks,))
+    memopt.shard_(model[0] if shared else model, first, mesh, stage=2)
+    if shared:
+        memopt.shard_(model[1], second, mesh, stage=2)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        for opt in (first, second):
+            opt.step()
+            opt.zero_grad()
+        return loss
+
+    x = torch.ones(2, 6, dtype=DOUBLE)
+    if run is not None:
+        return says(lambda: run(step)(x))
+    before = cases.whole(model)
+    memopt.compile(step, zero=2, lowering="eager")(x)
+    return all((before[name] != value).any() for name, value in cases.whole(model).items())
 
 
 def in_turn(rank, ranks):
@@ -137,20 +193,45 @@ def state_of(model, opt):
 
 
 def from_meta(rank, ranks):
-    """The values of the first rank, on all ranks."""
+    """The values of the first rank, on all ranks, and where random numbers then are."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), Masked(("weight", "mask", "steps")))
     torch.manual_seed(rank)
     opt = cases.sgd(model)
     memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)))
     same = {id(p) for p in model.parameters()} == {id(p) for p in opt.param_groups[0]["params"]}
-    return cases.whole(model), same
+    return cases.whole(model), dict(model.named_buffers()), same, torch.rand(())
+
+
+def begun(rank, ranks, stage, meta=False, bits=None, replicas=1):
+    """A frozen layer that two modules have, and buffers of several types, one of them expanded: each rank
+    makes its own."""
+    torch.manual_seed(rank)
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.BatchNorm1d(3)])
+    model[1].weight = model[0].weight.requires_grad_(False)
+    if bits:
+        memopt.quantize_parameters_(model, bits)
+    for name, value in {"number": torch.tensor(rank), "mask": torch.rand(3) < 0.5, "waves": torch.rand(2) * 1j,
+                        "expanded": torch.rand(1).expand(3)}.items():
+        model.register_buffer(name, value)
+    frozen = model[0].weight
+    assert not frozen.requires_grad
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("nodes", "node"))
+    memopt.shard_(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh if replicas > 1 else mesh["node"],
+                  stage=stage)
+    first, second = (module._parameters["weight"] for module in model[:2])
+    assert first is second and (first is frozen) == (stage < 3 and not meta), (first, second, frozen)
+    return {**{name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().dequantize()
+               for name, p in model.named_parameters()}, **dict(model.named_buffers())}
 
 
 def everything(rank, ranks, folder):
     return {"refusals": refusals(rank, ranks), "steps": wrong_steps(rank, ranks),
             "in turn": in_turn(rank, ranks), "checkpoints": checkpoints(rank, ranks, folder),
-            "meta": from_meta(rank, ranks)}
+            "meta": from_meta(rank, ranks),
+            "each its own": second_optimizer(rank, ranks, True),
+            "begun": [begun(rank, ranks, *how) for how in BEGUN]}
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +285,25 @@ def test_checkpoint_of_one_stage_in_another_and_in_one_process(pair, folder):
 
 
 def test_meta_device(pair):
-    (first, same), (second, _) = (rank["meta"] for rank in pair)
+    (first, there, same, drawn), (second, here, _, _) = (rank["meta"] for rank in pair)
     assert same and all(torch.equal(first[n], second[n]) and first[n].isfinite().all() for n in first)
+    assert len(there) == 5 and all(torch.equal(there[n], here[n]) for n in there)
+    torch.manual_seed(0)
+    nn.Linear(3, 5)
+    weight, mask = torch.randn(4, 4), torch.empty(4, 4, dtype=torch.bool).bernoulli_()
+    assert torch.equal(first["2.weight"], weight) and torch.equal(there["2.mask"], mask)
+    assert torch.equal(drawn, torch.rand(()))
+
+
+@pytest.mark.parametrize("which", range(len(BEGUN)))
+def test_all_ranks_go_on_from_the_first_with_what_is_frozen_and_buffers(pair, which):
+    first, second = (rank["begun"][which] for rank in pair)
+    assert len(first) == 5 + 3 + 4 and first["number"] == 0
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_each_optimizer_may_be_given_its_own_modules(pair):
+    assert all(rank["each its own"] for rank in pair)
 
 
 def test_refuses_without_a_process_group():

@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from ranks import on_ranks, once
+from test_sharding import begun
 
 
 def of_two(rank, ranks):
@@ -20,9 +21,10 @@ def of_two(rank, ranks):
 def of_four(rank, ranks):
     found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
              for stage in (0, 2, 3)}
-    found["replicas", 1] = cases.trained(rank, ranks, 1, cases.Tied, torch.float64, cases.adamw,
-                                         replicas=2, micro=2, clip=0.5)  # two of them, each of two ranks
-    return found
+    for stage in (1, 2, 3):
+        found["replicas", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64, cases.adamw,
+                                                 replicas=2, micro=2, clip=0.5)  # two of them, each of two ranks
+    return found, [begun(rank, ranks, stage, replicas=2) for stage in (2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,13 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def all_of_four(tmp_path_factory):
     return once(tmp_path_factory, "stages of four", lambda folder: on_ranks(4, folder, of_four, 4))
+
+
+@pytest.fixture(scope="module")
+def four(all_of_four):
+    return [found for found, _ in all_of_four]
 
 
 def same_bits(a, b):
@@ -74,10 +81,11 @@ def test_a_budget_with_room_has_parameters_gathered_ahead(pair):
         assert same_bits(rank["ahead", 3]["parameters"], rank["uneven", 3]["parameters"])
 
 
-def test_replicas_of_a_shared_model_are_one_process(four):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_of_a_shared_model_are_one_process(four, stage):
     """With tied weights, two micro-batches, and rows that differ in number between ranks that share."""
     expected = cases.alone(cases.Tied, 4, clip=0.5)
-    found = [rank["replicas", 1] for rank in four]
+    found = [rank["replicas", stage] for rank in four]
     losses, wanted = (torch.tensor(given, dtype=torch.float64) for given in (
         [each["losses"] for each in found], expected["losses"]))
     assert float((losses.mean(0) - wanted).abs().max()) <= 1e-12
@@ -87,10 +95,19 @@ def test_replicas_of_a_shared_model_are_one_process(four):
             assert float((each["parameters"][name] - value).abs().max()) <= 1e-11
 
 
-def test_replicas_all_reduce_what_has_been_scattered_once_a_mini_batch(four):
-    calls = four[0]["replicas", 1]["calls"]
-    assert calls.count("reduce_scatter_tensor") == 7
-    assert calls.count("all_reduce") == 7 + 1  # and the norm
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_all_reduce_what_has_been_scattered(four, stage):
+    """In stage 1 once a mini-batch, else once a micro-batch."""
+    sent = four[0]["replicas", stage]["sent"]
+    assert sent.count("reduce_scatter_tensor") == (7 if stage == 1 else 2 * 7)
+    assert sent.count("all_reduce") == (7 if stage == 1 else 2 * 7) + 1  # and the norm
+
+
+def test_replicas_begin_with_what_the_first_rank_has(all_of_four):
+    _, first = all_of_four[0]
+    for _, found in all_of_four:
+        for mine, wanted in zip(found, first):
+            assert all(torch.equal(mine[name], value) for name, value in wanted.items())
 
 
 def test_steps_are_captured_whole(pair, four):

@@ -1,0 +1,121 @@
+"""What a step may hold besides layers, on ranks: BatchNorm, dropout that is replayed, autocast, a budget. Each stage
+of ZeRO gives the numbers of data parallel bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import on_ranks, once
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import memopt_compile as memopt
+from memopt_compile import records
+
+CASES = [("plain", 2), ("plain", 3), ("autocast", 3)]
+SHARE = 0.9  # of the peak without a budget
+
+
+class Mixed(nn.Module):
+    """Statistics of a rank's own samples, and a dropout that is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.inner, self.dropout, self.last = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def block(self, x):
+        return self.dropout(F.gelu(self.inner(x)))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, self.norm(self.first(x)), use_reentrant=False))
+
+
+class Wide(nn.Module):
+    """Activations that are larger than the parameters, of which ranks have as many rows: their plans are equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(F.gelu(layer(x)))
+        return self.last(x)
+
+
+def trained(rank, ranks, stage, kind=Mixed, rows=16, autocast=False, budget=None):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = kind()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
+    if stage:
+        memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
+
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x)
+        loss = F.cross_entropy(out.float(), y)
+        loss.backward()
+        if not stage:
+            for p in model.parameters():
+                p.grad = c10d.wait_tensor(c10d.all_reduce(p.grad, "avg", name))
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    run = memopt.compile(step, zero=stage, lowering="eager", memory_budget=budget)
+    generator = torch.Generator().manual_seed(3 + rank)
+    torch.manual_seed(100 + rank)  # each rank drops for itself
+    losses = [float(run(torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)))
+              for _ in range(3)]
+    record = records.compilations(step.__code__)[-1]
+    return {"kind": (record.kind, record.reason), "losses": losses, "peak": record.predicted_peak_bytes,
+            "again": len(record.step.plan.chosen("recompute")) if record.step.plan else 0,
+            "parameters": [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in model.parameters()],
+            "buffers": list(model.buffers())}
+
+
+def of_two(rank, ranks):
+    found = {(name, stage): trained(rank, ranks, stage, autocast=name == "autocast")
+             for name, stage in (*CASES, ("plain", 0), ("autocast", 0))}
+    for stage in (0, 3):
+        found["wide", stage] = trained(rank, ranks, stage, Wide, rows=256)
+    found["budget", 3] = trained(rank, ranks, 3, Wide, rows=256, budget=int(SHARE * found["wide", 3]["peak"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return once(tmp_path_factory, "steps", lambda folder: on_ranks(2, folder, of_two, 2))
+
+
+def test_steps_are_captured_whole(pair):
+    assert {each["kind"] for rank in pair for each in rank.values()} == {("step", None)}
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_is_data_parallel_bit_for_bit(pair, name, stage):
+    for rank in pair:
+        same(rank[name, stage], rank[name, 0])
+    means = [rank[name, stage]["buffers"][0] for rank in pair]
+    assert not torch.equal(*means)  # each of its own samples
+
+
+def test_a_budget_computes_again_with_the_same_numbers(pair):
+    for rank in pair:
+        found = rank["budget", 3]
+        assert found["again"] and found["peak"] <= SHARE * rank["wide", 3]["peak"]
+        same(found, rank["wide", 0])
+
+
+def same(a, b):
+    assert a["losses"] == b["losses"]
+    for kind in ("parameters", "buffers"):
+        assert all(map(torch.equal, a[kind], b[kind]))
