@@ -167,7 +167,7 @@ def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
                 touched._parameters[its_name] = old
             raise _error(f"parameter {path!r} cannot be replaced: {error}", type(module).__name__, "convert the "
                          "model before others wrap or compile it, or name the parameter in skip") from error
-    for module, name, p in done:
+    for _, name, p in done:
         replaced.note(p, name, replaced.CONVERSION)
 
 
