@@ -72,7 +72,8 @@ class Accumulating(Optimizer):
         parameters have hooks is not captured whole. Call it once, after the last parameter group
         was added; ``remove()`` of the handle ends it.
         """
-        hooks = [p.register_post_accumulate_grad_hook(partial(self._hook, index))
+        hook = torch.compiler.disable(self._hook)  # Dynamo would compile it for each parameter by itself
+        hooks = [p.register_post_accumulate_grad_hook(partial(hook, index))
                  for index, group in enumerate(self.param_groups) for p in group["params"]
                  if p.requires_grad]
         return Handles(hooks)

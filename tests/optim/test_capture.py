@@ -136,6 +136,26 @@ def test_not_finite_gradients_are_skipped(name):
     in_one_graph(build)
 
 
+def test_hooks_that_fold_are_left_to_eager():
+    """A step whose parameters have them runs by the ordinary path, and no hook is compiled there."""
+    model = network()
+    opt = memopt.optim.AdamA(model.parameters())
+    handle = opt.accumulate_in_backward()
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    torch._dynamo.utils.clear_compilation_metrics()
+    compiled(torch.randn(4, 12))
+    handle.remove()
+    frames = {frame.co_name for frame in torch._dynamo.utils.get_compilation_metrics()}
+    assert "step" in frames and not frames & {"_hook", "_fold_and_free", "_fold_in_slabs"}
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize(("kind", "kept"), [("AdamA", 1), ("CAME", 2)])
 def test_gradients_are_freed_in_their_micro_batch(kind, kept, n):
