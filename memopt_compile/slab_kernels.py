@@ -29,7 +29,7 @@ from .optim.low_bit import Formats
 from .optim.one_operator import change, subject
 from .quantization import arithmetic
 from .quantization.formats import Format, form_of
-from .quantization.operators import DEQUANTIZE, QUANTIZE, encode, some, whole_value
+from .quantization.operators import DECODE, DEQUANTIZE, QUANTIZE, encode, some, whole_moment, whole_value
 from .quantization.parameters import LowPrecisionTensor
 
 # Of a slab: what a kernel stores between stays in a core's cache. Those of a large parameter are larger, so
@@ -192,7 +192,7 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
 
     with compat_trace.real_tensors():
         module = compat_trace.traced_as_compiled(traced, example, {
-            **compat_inductor.decompositions(), QUANTIZE: quantized, DEQUANTIZE: whole_value,
+            **compat_inductor.decompositions(), QUANTIZE: quantized, DEQUANTIZE: whole_value, DECODE: whole_moment,
             torch.ops.aten.dequantize.self: lambda value: value})
         return compat_inductor.compile_graph(module, stores=True)[0]
 

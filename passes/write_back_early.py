@@ -6,7 +6,8 @@ end: every gradient, or every value, would live until then. The numbered rules a
 
 1. A value a of state s is complete once the last node of forward or backward that it needs has run.
    Where what the step writes to s at its end is complete later, and is computed from one such a of
-   the type and shape of s, a is written to s. If what is complete later reads no such a, it may be
+   the type and shape of s, a is written to s. Of several that is the one computed from s: CAME's factors of
+   two averages are alike, and one average enters the other. If what is complete later reads no such a, it may be
    read by what computes on from it where it is complete (codes are decoded there).
 2. Nothing but what a is computed from may read the earlier value of s: it is gone after that.
 3. The write, and what it needs, stand where a is complete, and count as backward from then on.
@@ -102,7 +103,15 @@ def _versions(step: StepGraph, write: fx.Node, complete: dict[fx.Node, int]) -> 
     for level, values in decoded.items():
         if level not in found:
             found[level] = _sources(step, values, lambda n, level=level: complete[n] == level, state)
+    for level, values in found.items():
+        if len(values) > 1:
+            found[level] = {value for value in values if _is_from(step, value, state)}
     return {level: values.pop() for level, values in found.items() if len(values) == 1}
+
+
+def _is_from(step: StepGraph, value: fx.Node, state: fx.Node) -> bool:
+    """Whether the update computes `value` from `state`."""
+    return any(state in node.all_input_nodes for node in _update_needs(step, [value]))
 
 
 def _sources(step: StepGraph, values: set[fx.Node], here: Callable[[fx.Node], bool],

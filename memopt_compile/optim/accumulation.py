@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,31 @@ class Accumulating(Optimizer):
     `accumulate` and `step` a parameter's state has `folded`, True where a micro-batch is in it. A
     parameter that got no gradient in a mini-batch is left alone. With `skip_nonfinite` a
     micro-batch is skipped, for the parameters concerned; such a step is not captured whole.
+
+    A `torch.amp.GradScaler` unscales the gradients that are there when it takes the step: not those that
+    were folded, scaled, before. Its `step` is refused where any were.
     """
 
     keeps_gradients = False
     ranks = 1  # processes that share a mini-batch
+    found_inf: Any = None
+    """Set by a `GradScaler` while it has the optimizer step, if the property below says so."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `GradScaler.step`. Within a mini-batch it then leaves gradients as they are and shows itself
+        to `step`, also where no gradient is left or the last is not finite; else it unscales all there is."""
+        return any("folded" in state for state in self.state.values())
+
+    def refuse_scaler(self) -> None:
+        """For `_step`, before it changes anything."""
+        if self.found_inf is None:
+            return
+        del self.found_inf, self.grad_scale  # the scaler does not, if its optimizer raises
+        raise self.error("a GradScaler steps it behind accumulate(): it folded scaled gradients into the states",
+                         "behind each backward() call scaler.unscale_(opt), opt.accumulate() and scaler.update(), "
+                         "and opt.step() at the end, with skip_nonfinite=True; and load a checkpoint: these states "
+                         "are wrong")
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -50,7 +72,8 @@ class Accumulating(Optimizer):
         parameters have hooks is not captured whole. Call it once, after the last parameter group
         was added; ``remove()`` of the handle ends it.
         """
-        hooks = [p.register_post_accumulate_grad_hook(partial(self._hook, index))
+        hook = torch.compiler.disable(self._hook)  # Dynamo would compile it for each parameter by itself
+        hooks = [p.register_post_accumulate_grad_hook(partial(hook, index))
                  for index, group in enumerate(self.param_groups) for p in group["params"]
                  if p.requires_grad]
         return Handles(hooks)
@@ -93,6 +116,7 @@ class Accumulating(Optimizer):
 
     def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""
+        self.refuse_scaler()
         self._init_groups()
         for group in self.param_groups:
             for p in group["params"]:

@@ -33,7 +33,7 @@ class Adam(LowPrecisionGradients):
     """
 
     elementwise = True
-    required = frozenset({"lr", "betas", "eps", "weight_decay"})
+    required = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})  # RAdam's groups have all but the last
     state_names = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     moments = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 

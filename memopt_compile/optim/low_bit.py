@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..quantization.formats import FORMATS, LINEAR, Format, Linear, decode
-from ..quantization.operators import dequantize, encode, quantize
+from ..quantization.operators import decode_moment, dequantize, encode, quantize
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import Rounded, joined, rounded, split
 from .slabs import Slab, cut, shape_of
@@ -92,6 +92,8 @@ def read(state: State, name: str, p: Tensor, slab: Slab | None, formats: Formats
     elif isinstance(p, LowPrecisionTensor):
         parts = [state[name][codes], state[f"{name}_scale"][scales]]
         flat = dequantize(parts, form.map, form.bits, form.block, [count], precise(p))
+    elif by_operators(p):
+        flat = decode_moment(state[name], state[f"{name}_scale"], form.map, form.bits, form.block, count, precise(p))
     else:
         flat = decode(state[name][codes], state[f"{name}_scale"][scales], form, count, precise(p))
     return flat.view(shape_of(p.shape, slab))
@@ -107,7 +109,7 @@ def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
     if isinstance(form, Rounded):
         state[name][codes].copy_(rounded(value, form, whole(state["step"]), codes.start or 0))
     else:
-        if isinstance(p, LowPrecisionTensor) and slab is None:
+        if slab is None and (isinstance(p, LowPrecisionTensor) or by_operators(p)):
             draws = state[DRAWS] if DRAWS in state else state[f"{name}_scale"]  # nearest: not read
             new = quantize(value, draws, form.map, form.bits, form.block, form.seed, form.first)
         else:
@@ -116,6 +118,12 @@ def write(state: State, name: str, value: Tensor, p: Tensor, slab: Slab | None,
         new_codes, new_scales = new
         state[name][codes].copy_(new_codes)
         state[f"{name}_scale"][scales].copy_(new_scales)
+
+
+def by_operators(p: Tensor) -> bool:
+    """Whether moments are decoded and encoded by an operator each: in a captured step on a CPU, where an
+    update is not one operator as a whole. Inductor would write out their formulas again and again."""
+    return torch.compiler.is_compiling() and p.device.type == "cpu"
 
 
 def read_weight(p: Tensor, state: State, slab: Slab | None, form: Rounded | None) -> Tensor:

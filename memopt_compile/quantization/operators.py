@@ -1,8 +1,10 @@
-"""The operators `memopt::quantize` and `memopt::dequantize`: parameters, gradients and moments.
+"""The operators `memopt::quantize` and `memopt::dequantize`: parameters, gradients and moments; and
+`memopt::decode` of the moments of what is itself in full precision.
 
 They go through a tensor a slab at a time, so that what they hold beside operand and result stays
-small. For Inductor `whole_value` stands in the place of `dequantize`: see `inlining`. A format
-is named by its map, bits and block: see `formats.form_of`.
+small. For Inductor `whole_value` stands in the place of `dequantize`: see `inlining`. `decode` stays what
+it is: a dynamic map is a long formula, which Inductor would write out in each of a moment's readers. A
+format is named by its map, bits and block: see `formats.form_of`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,24 @@ def dequantize(parts: list[Tensor], map: str, bits: int, block: int, size: list[
         those = part_of(parts, form, first, length)
         result[first:first + length] = decode(those, form, length, by=tables)
     return result.view(size)
+
+
+@torch.library.custom_op("memopt::decode", mutates_args=())
+def decode_moment(codes: Tensor, scales: Tensor, map: str, bits: int, block: int, count: int,
+                  dtype: torch.dtype) -> Tensor:
+    """The vector of `count` elements that has these codes and scales, computed in its own type."""
+    form = form_of(map, bits, block)
+    result = codes.new_empty(count, dtype=dtype)
+    for first, length in slabs(form, count):
+        those = part_of((codes, scales), form, first, length)
+        result[first:first + length] = formats.decode(*those, form, length, dtype, by=tables)
+    return result
+
+
+def whole_moment(codes: Tensor, scales: Tensor, map: str, bits: int, block: int, count: int,
+                 dtype: torch.dtype) -> Tensor:
+    """`decode_moment` in one go, by arithmetic."""
+    return formats.decode(codes, scales, form_of(map, bits, block), count, dtype, by=arithmetic)
 
 
 def whole_value(parts: Sequence[Tensor], map: str, bits: int, block: int, size: Sequence[int],
@@ -120,5 +140,11 @@ def _(parts: list[Tensor], map: str, bits: int, block: int, size: list[int],
     return parts[0].new_empty(size, dtype=dtype)
 
 
+@decode_moment.register_fake
+def _(codes: Tensor, scales: Tensor, map: str, bits: int, block: int, count: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(count, dtype=dtype)
+
+
 QUANTIZE = torch.ops.memopt.quantize.default
 DEQUANTIZE = torch.ops.memopt.dequantize.default
+DECODE = torch.ops.memopt.decode.default

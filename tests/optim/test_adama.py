@@ -13,7 +13,7 @@ from training import difference, fold_and_step, give_gradients, parameters, stat
 
 from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
-from memopt_compile.optim import AdamA, AdamW
+from memopt_compile.optim import CAME, AdamA, AdamW
 
 
 def algorithm_2(ps, gradients, lr=0.02, betas=(0.9, 0.999), eps=1e-8, decay=0.0, scale=1.0,
@@ -240,3 +240,52 @@ def test_refuses_decay_that_is_added_to_gradients():
     _, adam = train(lambda p: torch.optim.Adam(p, weight_decay=0.1))
     with pytest.raises(OptimizerError, match="cannot be accumulated"):
         AdamA(parameters()).load_state_dict(adam.state_dict())
+
+
+def scaled_mini_batch(opt, p, scaler, each, last):
+    """Three micro-batches; the scaler unscales `each`, or in its own step what is left of the `last`."""
+    for i in range(3):
+        scaler.scale((p * torch.arange(1.0, 5)).sum() * (i + 1) / 3).backward()
+        if each:
+            scaler.unscale_(opt)
+        if each or last or i < 2:
+            opt.accumulate()
+        if each:
+            scaler.update()
+    if each:
+        opt.step()
+    else:
+        scaler.step(opt)
+        scaler.update()
+
+
+@pytest.mark.parametrize("kind", [AdamA, CAME])
+@pytest.mark.parametrize("last", [True, False])
+def test_gradient_scaler_is_refused_behind_accumulate(kind, last):
+    """It can only unscale the gradients that are left, and silently did."""
+    p = nn.Parameter(torch.ones(4))
+    opt = kind([p], lr=0.1)
+    with pytest.raises(OptimizerError, match="GradScaler") as caught:
+        scaled_mini_batch(opt, p, torch.amp.GradScaler("cpu", init_scale=1024.0), False, last)
+    assert kind.__name__ in caught.value.where and torch.equal(p, torch.ones(4))
+    assert not hasattr(opt, "grad_scale")
+    opt.step()  # by itself, as before
+
+
+@pytest.mark.parametrize("kind", [AdamA, CAME])
+def test_gradient_scaler_of_each_micro_batch_or_of_one(kind):
+    """As the refusal says; one that is switched off; and a mini-batch that was not cut."""
+    results = []
+    for settings, each in (({"enabled": False}, False), ({"init_scale": 1024.0}, True), ({"enabled": False}, True)):
+        p = nn.Parameter(torch.ones(4))
+        opt = kind([p], lr=0.1, skip_nonfinite=True)
+        scaled_mini_batch(opt, p, torch.amp.GradScaler("cpu", **settings), each, True)
+        results.append((p, opt.state[p]["exp_avg"]))
+    for settings in ({"enabled": False}, {"init_scale": 1024.0}):
+        p = nn.Parameter(torch.ones(4))
+        opt, scaler = kind([p], lr=0.1), torch.amp.GradScaler("cpu", **settings)
+        scaler.scale((p * torch.arange(1.0, 5)).sum()).backward()
+        scaler.step(opt)
+        results.append((p, opt.state[p]["exp_avg"]))
+    for one, other in ((results[0], results[1]), (results[0], results[2]), (results[3], results[4])):
+        assert difference(one, other) <= 1e-6

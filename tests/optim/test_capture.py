@@ -136,13 +136,34 @@ def test_not_finite_gradients_are_skipped(name):
     in_one_graph(build)
 
 
-@pytest.mark.parametrize(("n", "kept"), [(2, 3), (5, 8)])
-def test_gradients_are_freed_in_their_micro_batch(n, kept):
-    """Compiled: states stay in place. Up to three micro-batches each fold is beside its backward;
-    with more, a micro-batch's gradients are there together."""
-    width, layers = 64, 8
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+def test_hooks_that_fold_are_left_to_eager():
+    """A step whose parameters have them runs by the ordinary path, and no hook is compiled there."""
+    model = network()
     opt = memopt.optim.AdamA(model.parameters())
+    handle = opt.accumulate_in_backward()
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    torch._dynamo.utils.clear_compilation_metrics()
+    compiled(torch.randn(4, 12))
+    handle.remove()
+    frames = {frame.co_name for frame in torch._dynamo.utils.get_compilation_metrics()}
+    assert "step" in frames and not frames & {"_hook", "_fold_and_free", "_fold_in_slabs"}
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize(("kind", "kept"), [("AdamA", 1), ("CAME", 2)])
+def test_gradients_are_freed_in_their_micro_batch(kind, kept, n):
+    """Compiled: states stay in place, and each fold is beside its backward. A gradient is alive then, and
+    CAME's update of the same size."""
+    width, layers = 128, 8
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    opt = getattr(memopt.optim, kind)(model.parameters(), lr=1e-3)
 
     def step(x):
         for some, in memopt.micro_batches(n, x):
@@ -156,4 +177,4 @@ def test_gradients_are_freed_in_their_micro_batch(n, kept):
         compiled(torch.randn(n, width))
     report = memopt.report(compiled)
     resident = memopt.measure(lambda: None, resident=(model, opt)).resident_bytes
-    assert report.measured_peak_bytes - resident <= (kept + 0.2) * width * width * 4
+    assert report.measured_peak_bytes - resident <= (kept + 0.15) * width * width * 4

@@ -282,10 +282,11 @@ def test_complex_and_sparse(kind):
 
 
 FOREIGN = [
-    (torch.optim.SGD, optim.Adam, "has no betas"), (torch.optim.NAdam, optim.Adam, "mu_product"),
-    (torch.optim.Adam, optim.SGD, "has no dampening"), (optim.CAME, optim.Adam, "betas are"),
+    (torch.optim.SGD, optim.Adam, "has no amsgrad, betas"), (torch.optim.NAdam, optim.Adam, "has no amsgrad"),
+    (torch.optim.Adam, optim.SGD, "has no dampening"), (optim.CAME, optim.Adam, "has no amsgrad"),
     (torch.optim.Adam, optim.CAME, "has no clip_threshold"),
     (torch.optim.RMSprop, optim.Adafactor, "has no beta2_decay"),
+    *((torch.optim.RAdam, kind, "has no amsgrad") for kind in (optim.Adam, optim.AdamW, optim.AdamA)),
 ]
 
 
@@ -297,6 +298,14 @@ def test_checkpoint_of_another_optimizer(saving, loading, message):
     with pytest.raises(OptimizerError, match=message):
         new.load_state_dict(old.state_dict())
     assert str(new.state_dict()) == str(before)
+
+
+def test_checkpoint_with_an_unknown_state():
+    ps, opt = train(MAKERS["Adam"])
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][1]["mu_product"] = torch.ones(())
+    with pytest.raises(OptimizerError, match="has a state mu_product"):
+        opt.load_state_dict(saved)
 
 
 @every

@@ -79,6 +79,27 @@ def test_a_state_that_is_overwritten_unread_has_each_value():
     assert untouched(two_backwards(first=lambda m, of_0: of_0 * 2, last=lambda m2, m: m2 + m))
 
 
+def test_of_states_that_are_alike_each_has_its_own_values():
+    """r enters s: what the step writes to s at its end is computed from earlier values of both."""
+    def body(p, r, s, x):
+        of_0 = gradient(x * seed(torch.sum(x * p)))
+        of_1 = gradient(p.sin() * seed(torch.sum(x + p)))
+        r1 = r * 0.5 + of_0
+        s1 = s * 0.25 + of_0 / r1
+        r2 = r1 * 0.5 + of_1
+        s2 = s1 * 0.25 + of_1 / r2
+        r.copy_(r2)
+        s.copy_(s2)
+        p.copy_(p - s2)
+
+    step = by_hand(body, ("p", doubles(4)), *(("s", doubles(4)) for _ in range(2)), ("x", doubles(4)))
+    check(step, WriteBackEarly())
+    copies = [n for n in step.computing() if n.target is torch.ops.aten.copy_.default]
+    early = [n for n in copies if step.phase(n) is Phase.BACKWARD]
+    assert len(early) == 2 and len(copies) == 5
+    assert {n.args[0].name for n in early} == {"r_1", "s_1"}
+
+
 def untouched(step):
     text = step.text()
     WriteBackEarly().run(step)
