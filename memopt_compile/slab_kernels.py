@@ -29,7 +29,15 @@ from .optim.low_bit import Formats
 from .optim.one_operator import change, subject
 from .quantization import arithmetic
 from .quantization.formats import Format, form_of
-from .quantization.operators import DECODE, DEQUANTIZE, QUANTIZE, encode, some, whole_moment, whole_value
+from .quantization.operators import (
+    DECODE,
+    DEQUANTIZE,
+    QUANTIZE,
+    encode,
+    some,
+    whole_moment,
+    whole_value,
+)
 from .quantization.parameters import LowPrecisionTensor
 
 # Of a slab: what a kernel stores between stays in a core's cache. Those of a large parameter are larger, so

@@ -9,7 +9,13 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile.optim.base import Optimizer
-from memopt_compile.quantization.operators import DECODE, QUANTIZE, decode_moment, quantize, whole_moment
+from memopt_compile.quantization.operators import (
+    DECODE,
+    QUANTIZE,
+    decode_moment,
+    quantize,
+    whole_moment,
+)
 
 optim = memopt.optim
 
