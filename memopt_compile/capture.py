@@ -22,7 +22,6 @@ import gc
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -39,6 +38,7 @@ from . import (
     function_capture,
     loop_capture,
     optimizer_capture,
+    telling,
     update_capture,
 )
 from .errors import MemoptError
@@ -196,7 +196,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
         # it may (the first backward freed nothing it needs), and says so if not.
         if "already consumed" in str(error):
-            _tell_of_break(error, "backward() goes through a graph that an earlier one has used up",
+            telling.tell_of_break(_notes, error, "backward() goes through a graph that an earlier one has used up",
                            "pass retain_graph=True to the earlier one, or add the losses up first")
             if not compat_breaks.demands_one_graph(tx.output):
                 compat_breaks.run_in_eager(error)
@@ -253,31 +253,6 @@ def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: 
     return original(tx, args, kwargs)
 
 
-_told: weakref.WeakSet = weakref.WeakSet()
-
-
-def forget() -> None:
-    """Tell again of graphs that end early, as after `torch.compiler.reset()`."""
-    _told.clear()
-
-
-def tell(where: str, cause: str, remedy: str) -> None:
-    """Note why the step is not whole, and say so: once for each compiled function, since after
-    the first break torch compiles its parts and finds more."""
-    _notes.reason = _notes.reason or f"{where}: {cause}"
-    if _notes.step not in _told:
-        _told.add(_notes.step)
-        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
-                    "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
-
-
-def _tell_of_break(error: Any, cause: str, remedy: str) -> None:
-    place = compat_breaks.break_place(error)
-    if place is not None:
-        file, line, code = place
-        tell(f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`", cause, remedy)
-
-
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
     """Tell where a step stops being one graph. After the optimizer has run
@@ -285,10 +260,11 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
     error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
     begun, to_come = compat_breaks.is_differentiated(self.output), compat_breaks.is_ahead(self.output, "backward")
-    lost = begun and to_come and not counted.backwards if counted.resumed else (
-        not (counted.backwards and counted.updates) and (begun or not to_come))
-    if lost:
-        _tell_of_break(error, *compat_breaks.break_reason(error))
+    if begun and to_come and not counted.backwards if counted.resumed else (
+            not (counted.backwards and counted.updates) and (begun or not to_come)):
+        telling.tell_of_break(_notes, error)
+    elif to_come and not begun:
+        telling.put_off(_notes, error)
     return original(self, code_options, reason, exc, **kwargs)
 
 
@@ -375,11 +351,14 @@ def scope(step: Any, code: Any, options: Any = None,
             yield _notes
     except compat_breaks.LEFT as error:
         if _notes.backwards:
-            _tell_of_break(error, *compat_breaks.break_reason(error))
-        elif compat_breaks.is_recompile_limit(error) and not _notes.resumed:
+            telling.tell_of_break(_notes, error)
+        elif not _notes.resumed:
+            telling.settle(_notes, whole=False)
+        if compat_breaks.is_recompile_limit(error) and not _notes.resumed:
             _notes.left = True
-            tell(_notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for another value, and "
-                 "torch stops there", 'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
+            telling.tell(_notes, _notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for "
+                         "another value, and torch stops there",
+                         'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
         left(options, _notes)
         raise
     finally:

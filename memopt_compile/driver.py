@@ -34,6 +34,7 @@ from . import (
     programs,
     replaced,
     second_derivative,
+    telling,
     updates,
     zero,
 )
@@ -81,6 +82,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
+    if kind == "step" or _differentiable(gm):
+        telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
     if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
@@ -143,7 +146,10 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
 def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None:
     """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
     if notes.reason and (notes.backwards or notes.left or notes.step not in _stepped):
-        _check_budget(Options.from_dict(options), "model", notes)
+        opts = Options.from_dict(options)
+        remember(notes.frame, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
+                                          reason=notes.reason))
+        _check_budget(opts, "model", notes)
 
 
 def _check_accumulation(opts: Options, kind: str, notes: capture.Notes) -> None:
@@ -273,7 +279,7 @@ def _quoted(node: fx.Node | None) -> str:
 def _in_eager(gm: fx.GraphModule, record: Compilation, notes: capture.Notes, why: str, remedy: str,
               line: str = "") -> Callable:
     """The graph as it was traced, uncompiled."""
-    capture.tell(line or notes.where, why, remedy)
+    telling.tell(notes, line or notes.where, why, remedy)
     _check_budget(record.options, "model", notes)
     record.kind, record.reason = "ordinary", notes.reason
     if regions(gm) and not notes.left:
@@ -349,7 +355,7 @@ def _caused_by(error: BaseException, kind: type) -> bool:
 
 def _reset() -> None:
     """What `torch.compiler.reset()` asks of a backend."""
-    capture.forget()
+    telling.forget()
     inductor.forget()
 
 

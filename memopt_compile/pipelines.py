@@ -309,7 +309,8 @@ def _written(step: StepGraph) -> set[str]:
 
 def _unwritten(step: StepGraph, before: set[str]) -> str | None:
     """What is wrong if a parameter or state is not updated any more that was `before`."""
-    lost = before - _written(step)
+    now = _written(step)
+    lost = before - now - {window.rows for window in step.windows if window.full in now}
     if lost:  # unless by a view of it
         roots = storage_roots(step.graph)
         lost -= {root.name for n in step.computing() for a in mutated_args(n) for root in roots[a]}

@@ -26,7 +26,7 @@ LAYERS = [
     {"liveness", "metadata", "stand_ins", "transfers", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "slab_kernels", "writing", "inlining", "finiteness", "replaying", "margin_loss", "packing", "partition", "replicated", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "storing", "read_back", "between", "pieces", "repetition", "formulas", "structure", "model_memory", "loops", "folding", "rowwise", "row_regions"},
     {"step_pass"},
     {"passes", "backends"},
-    {"capture", "function_capture", "loop_capture", "backward_capture", "optimizer_capture", "update_capture", "updates", "build", "zero", "pipelines", "report", "records", "render", "dumping", "explaining", "layered", "frontier", "fitting", "bench", "verification", "programs"},
+    {"capture", "function_capture", "telling", "loop_capture", "backward_capture", "optimizer_capture", "update_capture", "updates", "build", "zero", "pipelines", "report", "records", "render", "dumping", "explaining", "layered", "frontier", "fitting", "bench", "verification", "programs"},
     {"driver", "api", "low_precision"},
     {"__init__", "__main__"},
 ]

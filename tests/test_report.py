@@ -355,3 +355,20 @@ def test_the_page_runs(tmp_path, capsys):
         runpy.run_path(str(path))
     printed = capsys.readouterr().out
     assert "train.py:9 loss = F.cross_entropy" in printed and "measured" in printed
+
+
+def test_a_step_left_to_python_is_explained_and_reported():
+    """What ends its graph within a loop leaves all of it uncompiled; the reason is there all the same."""
+    trainer, seen = Trainer(), []
+    x, y = batch()
+
+    def step(x, y):
+        loss = trainer.step(x, y)
+        for each in (loss, loss + 1):
+            seen.append(each.item())
+
+    fast = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    fast(x, y)
+    for found in (report(fast), explain(step, x, y, lowering="eager")):
+        assert found.kind == "ordinary" and "seen.append" in found.reason and "seen.append" in str(found)
+    assert len(seen) == 2

@@ -1,0 +1,61 @@
+"""The one line that says why a step is not captured whole, and when it is due.
+
+It is said once for each compiled function, since after the first break torch compiles the parts and finds more. Where
+the graph ends before the forward nothing may be lost: that is put off until what follows is known to be whole or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+from . import compat_breaks
+
+log = logging.getLogger("memopt_compile")
+
+_told: weakref.WeakSet = weakref.WeakSet()
+_unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def forget() -> None:
+    """Tell again of graphs that end early, as after `torch.compiler.reset()`."""
+    _told.clear()
+    _unsaid.clear()
+
+
+def tell(notes: Any, where: str, cause: str, remedy: str) -> None:
+    """Note why the step of these `capture.Notes` is not whole, and say so."""
+    notes.reason = notes.reason or f"{where}: {cause}"
+    if notes.step not in _told:
+        _told.add(notes.step)
+        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
+                    "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
+
+
+def tell_of_break(notes: Any, error: Any, cause: str = "", remedy: str = "") -> None:
+    """The same of the user's line that ended a graph, by torch's own words if none are given."""
+    if line := _line(error):
+        told_cause, told_remedy = compat_breaks.break_reason(error)
+        tell(notes, line, cause or told_cause, remedy or told_remedy)
+
+
+def put_off(notes: Any, error: Any) -> None:
+    """Have `settle` tell of this break, if it has to be."""
+    if line := _line(error):
+        _unsaid.setdefault(notes.step, (line, *compat_breaks.break_reason(error)))
+
+
+def settle(notes: Any, whole: bool) -> None:
+    """The frame being traced is known to be a `whole` step, or a part of one that is not."""
+    unsaid = _unsaid.pop(notes.step, None)
+    if unsaid and not whole:
+        tell(notes, *unsaid)
+
+
+def _line(error: Any) -> str | None:
+    place = compat_breaks.break_place(error)
+    if place is None:
+        return None
+    file, line, code = place
+    return f"{file.rsplit('/', 1)[-1]}:{line} `{code.strip()}`"
