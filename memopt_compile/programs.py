@@ -240,8 +240,9 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
                                           record.lowering, workspace, limit, record.device, heads=record.heads)
             peak = format_bytes(timeline(step, workspace).peak_bytes)
             less.append(f"allow {option}={setting!r}: {peak}, {how}")
-    wide = sum(i.nbytes for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE
-               and n.meta["val"].dtype is torch.float32 and n.meta["val"].numel() >= SMALL)
+    states = [n.meta["val"] for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE]
+    wide = sum(v.nbytes for v in states  # a count of steps may be no tensor
+               if isinstance(v, torch.Tensor) and v.dtype is torch.float32 and v.numel() >= SMALL)
     if saved := wide * 3 // 4:
         less.append(f"an optimizer of memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping "
                     f"a quarter of {format_bytes(wide)} of optimizer state in float32")
