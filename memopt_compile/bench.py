@@ -23,12 +23,12 @@ from .measure import measure
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
-ROUNDS, CALLS = 8, 4  # short turns, many: other work on the machine comes and goes
+ROUNDS = 40  # of one call each: a machine's pace drifts within a second, by more than what is measured
 HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "first call s")
 
 
 def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = None) -> None:
-    """Print a JSON line of bytes, then for every line on stdin one of seconds of some calls.
+    """Print a JSON line of bytes, then for every line on stdin the seconds of one call.
 
     `step` is compiled for `backend`; `resident` is what it trains, as `memopt.measure` takes it.
     """
@@ -46,7 +46,7 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         found["predicted"] = report(step).predicted_peak_bytes or 0
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
-        print(json.dumps([timed() for _ in range(CALLS)]), flush=True)
+        print(json.dumps([timed()]), flush=True)
 
 
 def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) -> None:

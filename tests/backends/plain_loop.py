@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     layers = parser.parse_args().layers
-    rows = [(n, *compiled(layers, n)) for n in (1, 4, 16)]
+    rows = [(n, *compiled(layers, n)) for n in (1, 2, 4, 8, 16)]
     print(tabulate(rows, ("micro-batches", "calls of pieces", "distinct", "operators", "in distinct pieces",
                           "Inductor s"), tablefmt="github", floatfmt=".1f"))
 

@@ -36,7 +36,8 @@ GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4, "two_compil
 # the first of its kind: with a short batch, other parameters, another group.
 UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4,
          "group_added_in_the_middle": 5, **dict.fromkeys(CHANGED, 4)}
-
+# Of steps that make a leaf of their own, which ends a graph before torch 2.13: those whose forward is behind it, and whole.
+AHEAD = ("gradient_penalty", "attack_in_place", "attack_with_inputs_named")
 
 LINE = re.compile(r"(\w+\.py):(\d+)(?: `(.+?)`)?: not captured whole: .+\. It runs by the ordinary path, with right "
                   r"numbers and without memopt's savings\. Remedy: .+", re.DOTALL)
@@ -65,7 +66,11 @@ def test_ordinary_path(name, caplog):
     with caplog.at_level(logging.WARNING, "memopt_compile"):
         compilations = check(rows.ORDINARY[name], whole=False)
     assert not any(c.where.startswith("adam") for c in compilations), "an update by itself"
-    (line,) = [r.message for r in caplog.records if "not captured whole" in r.message]
+    lines = [r.message for r in caplog.records if "not captured whole" in r.message]
+    if name in AHEAD:
+        assert not lines and any(c.kind == "step" for c in compilations)
+        return
+    (line,) = lines
     file, number, quoted = LINE.fullmatch(line).groups()
     there = linecache.getline(str(Path(rows.__file__).with_name(file)), int(number)).strip()
     assert there and quoted in (None, there)
