@@ -28,6 +28,7 @@ from . import compat_inductor, compat_trace
 from .optim.low_bit import Formats
 from .optim.one_operator import change, subject
 from .quantization import arithmetic
+from .quantization.factored import Factored
 from .quantization.formats import Format, form_of
 from .quantization.operators import (
     DECODE,
@@ -86,7 +87,11 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
                  dtype: torch.dtype) -> None:
     """Change parameter and states in place."""
     optimizer, p, group = subject(parameter, state, method, keys, values, numbers, layout, dtype)
-    kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), optimizer.formats(p, group))
+    formats = optimizer.formats(p, group)
+    if p.numel() % optimizer.block(p, group) and any(isinstance(form, Factored) for form in formats.values()):
+        change(parameter, grad, state, method, names, keys, values, numbers, layout, dtype)
+        return  # zeros would count in the means
+    kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), formats)
     given = [*(t.view(-1) if t.dim() else t for t in parameter), *(g.reshape(-1) for g in grad), *state]
     block, count = optimizer.block(p, group), p.numel()
     length = max(1, (ELEMENTS if count < LARGE else OF_LARGE) // block) * block

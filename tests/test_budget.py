@@ -94,17 +94,17 @@ def between(report, share):
     return report.resident_bytes + int(share * beyond)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6])
-def test_kept_exactly_and_bit_by_bit_with_dropout(free, share):
+def test_kept_exactly_and_bit_by_bit_with_dropout(free):
     kind, (losses, parameters, report) = free
-    budget = between(report, share)
-    got_losses, got, found = trained(budget, **kind)
-    assert found.measured_peak_bytes <= budget == found.budget_bytes
-    assert found.predicted_peak_bytes == found.measured_peak_bytes
-    assert got_losses == losses
-    assert all(torch.equal(a, b) for a, b in zip(parameters, got))
-    assert found.plan.chosen("recompute") and "computed again" in str(found)
-    assert any("models.py" in (d.line or "") for d in found.plan.decisions)
+    for share in (0.8, 0.6):
+        budget = between(report, share)
+        got_losses, got, found = trained(budget, **kind)
+        assert found.measured_peak_bytes <= budget == found.budget_bytes
+        assert found.predicted_peak_bytes == found.measured_peak_bytes
+        assert got_losses == losses
+        assert all(torch.equal(a, b) for a, b in zip(parameters, got))
+        assert found.plan.chosen("recompute") and "computed again" in str(found)
+        assert any("models.py" in (d.line or "") for d in found.plan.decisions)
 
 
 def test_a_step_that_fits_is_left_alone():
@@ -126,10 +126,8 @@ def test_a_refusal_names_the_smallest_peak_and_that_one_works():
     assert "there before the step" in refusal.value.what
     least = memopt.explain(make(layers=1)[0], *make(layers=1)[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
-    _, _, found = trained(least, layers=1)
-    assert found.measured_peak_bytes <= least
     told = re.search(r"raise memory_budget to ([0-9.]+ [KM]iB)", refusal.value.do)[1]
-    assert trained(told, layers=1)[2].measured_peak_bytes == found.measured_peak_bytes
+    assert trained(told, layers=1)[2].measured_peak_bytes <= least
 
 
 @pytest.mark.parametrize("optimizer, offered", [

@@ -64,10 +64,10 @@ class Optimizer(torch.optim.Optimizer):
             skip_nonfinite: a parameter whose gradient holds NaN or Inf keeps value and state.
             max_norm: the largest Euclidean norm of one parameter's gradient; a longer one is
                 scaled to it in place, as by `torch.nn.utils.clip_grad_norm_`. None: any.
-            state_bits: 32, 16, 8 or 4, for each element of a moment of the parameter's shape that
+            state_bits: 32, 16, 8, 4 or 1, for each element of a moment of the parameter's shape that
                 has 4096 elements or more; 32 is the parameter's own type. 16 is bfloat16 rounded
-                at random, for the moments that may be negative. Fixed for a parameter once it
-                has a state.
+                at random, for the moments that may be negative. 1 is a sign for these, and blocks' row
+                and column means (`quantization.factored`). Fixed for a parameter once it has a state.
             weight_bits: for parameters in bfloat16; others stay as they are. None: arithmetic and
                 rounding to the nearest in bfloat16, as torch's. 16 and 24: arithmetic in float32,
                 rounded at random to bfloat16, or to 24 bits of which the parameter has the upper

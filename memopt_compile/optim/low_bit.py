@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quantization.factored import Factored
 from ..quantization.formats import FORMATS, LINEAR, Format, Linear, decode
 from ..quantization.operators import decode_moment, dequantize, encode, quantize
 from ..quantization.parameters import LowPrecisionTensor
@@ -33,7 +34,7 @@ DRAWS = "draws"  # how often the states have been rounded stochastically
 OF_STATES = {"exp_avg": 0x11C5, "exp_avg_sq": 0x2B39, GRADIENT: 0x5A27}  # each draws other numbers
 
 State = dict[str, Tensor]
-Form = Format | Linear | Rounded
+Form = Format | Factored | Linear | Rounded
 Formats = Mapping[str, Form]
 
 
@@ -60,12 +61,12 @@ def formats_of(p: Tensor, group: Mapping[str, Any], moments: Mapping[str, bool])
     return formats
 
 
-def beside(name: str, form: Format | Linear, p: LowPrecisionTensor) -> Format | Linear:
+def beside(name: str, form: Format | Factored | Linear, p: LowPrecisionTensor) -> Format | Factored | Linear:
     """The format of state `name` of a low-precision parameter."""
     seed = p.form.seed
     if seed is not None:
         seed ^= OF_STATES.get(name, 0x70E3)
-    return form._replace(seed=seed, block=form.block if form.bits == 4 else p.form.block, first=p.form.first)
+    return form._replace(seed=seed, block=form.block if form.bits < 8 else p.form.block, first=p.form.first)
 
 
 def ranges(form: Form, p: Tensor, slab: Slab | None) -> tuple[slice, slice, int]:

@@ -28,7 +28,7 @@ ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
 STEP = "step"
 INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed")
-BITS = (8, 4)  # of states: those of more would be copied whole
+BITS = (8, 4, 1)  # of states: those of more would be copied whole
 
 
 def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:

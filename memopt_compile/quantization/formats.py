@@ -13,6 +13,8 @@ that is spent on it. The maps for non-negative values have no zero: a second mom
 Parameters and their gradients are kept in linear formats: see `linear`. A format with a seed rounds
 stochastically (`rounding.moves`): each element to one of the two points around it, and in the mean
 to itself; one without rounds to the nearest.
+
+Of one bit, a sign, or none are blocks that are kept as factors: see `factored`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import arithmetic, tables
+from . import arithmetic, factored, tables
+from .factored import Factored
 from .rounding import moves, noise, places_from
 
 
@@ -110,23 +113,25 @@ def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
 
 
 # Formats by (bits, whether values may be negative).
-FORMATS = {
+FORMATS: dict[tuple[int, bool], Format | Factored] = {
     (8, True): Format(8, 256, dynamic_map(8, True), 7),
     (8, False): Format(8, 256, dynamic_map(8, False), 7),
     (4, True): Format(4, 128, dynamic_map(4, True), 3),
     (4, False): Format(4, 128, tuple((i + 1) / 16 for i in range(16))),
+    (1, True): Factored(True),
+    (1, False): Factored(False),
 }
 # Linear formats by bits.
 LINEAR = {bits: Linear(bits) for bits in (8, 10, 12)}
 
 
-def form_of(map: str, bits: int, block: int, seed: int | None = None, first: int = 0) -> Format | Linear:
+def form_of(map: str, bits: int, block: int, seed: int | None = None, first: int = 0) -> Format | Factored | Linear:
     """The format of these, as operators name it."""
     form = LINEAR[bits] if map == "linear" else FORMATS[bits, map == "signed"]
     return form._replace(block=block, seed=seed, first=first)
 
 
-def encode(value: Tensor, form: Format, draws: Any = 0, first: Any = 0,
+def encode(value: Tensor, form: Format | Factored, draws: Any = 0, first: Any = 0,
            by: Any = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of all elements in row-major order: uint8, see `Format.shape`; float32.
 
@@ -134,6 +139,8 @@ def encode(value: Tensor, form: Format, draws: Any = 0, first: Any = 0,
     `draws` (a count, see `rounding.noise`) and its place, from `first` on, decide. NaN and infinite
     values have none. `by` is `tables` or `arithmetic`: None, what is faster here.
     """
+    if isinstance(form, Factored):
+        return factored.encode(value, form)
     count = value.numel()
     flat = whole_blocks(value.reshape(-1).to(torch.float32), form.block)
     blocks = flat.view(-1, *form.shape)
@@ -165,9 +172,11 @@ def _one_of_two(shares: Tensor, codes: Tensor, form: Format, drawn: Tensor, by: 
     return (other - near).mul(go).add(near).to(torch.uint8)
 
 
-def decode(codes: Tensor, scales: Tensor, form: Format, count: int, dtype: torch.dtype,
+def decode(codes: Tensor, scales: Tensor, form: Format | Factored, count: int, dtype: torch.dtype,
            by: Any = None) -> Tensor:
     """The `count` elements as a vector."""
+    if isinstance(form, Factored):
+        return factored.decode(codes, scales, form, count, dtype)
     size = form.block * form.bits // 8
     blocks = whole_blocks(codes, size).view(-1, size)
     values = (by or _faster()).points(blocks, form, dtype)

@@ -19,6 +19,7 @@ optim = memopt.optim
 WAYS = {
     "torch AdamW, gradients accumulated": lambda p, n: torch.optim.AdamW(p, foreach=False),
     "AdamA, 8 bits, weights of 16": lambda p, n: optim.AdamA(p, state_bits=8, weight_bits=16),
+    "AdamA, 1 bit, weights of 16": lambda p, n: optim.AdamA(p, state_bits=1, weight_bits=16),
     "AdamA, 8 bits, weights of 24": lambda p, n: optim.AdamA(p, state_bits=8, weight_bits=24),
     "CAME, 8 bits, weights of 16": lambda p, n: optim.CAME(
         p, lr=1e-4, state_bits=8, weight_bits=16, micro_batches=n),

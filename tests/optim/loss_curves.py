@@ -48,12 +48,15 @@ WAYS = {
     "AdamW": Way(optim.AdamW),
     "AdamW, 8 bits": Way(partial(optim.AdamW, state_bits=8)),
     "AdamW, 4 bits": Way(partial(optim.AdamW, state_bits=4)),
+    "AdamW, 1 bit": Way(partial(optim.AdamW, state_bits=1)),
     **{f"AdamA, N = {n}": adama(n) for n in (2, 4, 8)},
     **{f"AdamA, N = {n}, v_scale = √N": adama(n, v_scale=n**0.5) for n in (2, 4, 8)},
     **{f"AdamA, N = {n}, micro_batches = N": adama(n, micro_batches=n) for n in (2, 4, 8)},
     "AdamA, N = 4, micro_batches = N, 8 bits": adama(4, micro_batches=4, state_bits=8),
     "CAME": Way(optim.CAME),
     "CAME, 8 bits": Way(partial(optim.CAME, state_bits=8)),
+    "CAME, 1 bit": Way(partial(optim.CAME, state_bits=1)),
+    **{f"CAME, β₃ = {beta}": Way(partial(optim.CAME, betas=(0.9, 0.999, beta))) for beta in (0.99, 0.999)},
     "Adafactor": Way(optim.Adafactor),
 }
 # The best of a grid of factors of 2, one seed (100): docs/results/optimizers.md has the grids.

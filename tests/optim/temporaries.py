@@ -23,7 +23,7 @@ MAKERS = {
     "CAME": lambda p, **kw: memopt.optim.CAME(p, lr=1e-3, weight_decay=0.1, **kw),
     "Adafactor": lambda p, **kw: memopt.optim.Adafactor(p, weight_decay=0.1, **kw),
 }
-WIDTHS = [(32, None), (16, None), (8, None), (4, None), (32, 16), (8, 16), (8, 24)]
+WIDTHS = [(32, None), (16, None), (8, None), (4, None), (1, None), (32, 16), (8, 16), (8, 24)]
 
 
 def temporary_bytes(make, elements: int, bits: int, weight_bits: int | None,

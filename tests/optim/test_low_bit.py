@@ -20,7 +20,8 @@ from memopt_compile.quantization import arithmetic, tables
 from memopt_compile.quantization.formats import FORMATS, decode, encode
 from memopt_compile.quantization.rounding import Rounded
 
-forms = pytest.mark.parametrize("key", FORMATS, ids=str)
+MAPS = {key: form for key, form in FORMATS.items() if key[0] > 1}  # test_factored has the others
+forms = pytest.mark.parametrize("key", MAPS, ids=str)
 BIG, SMALL = (80, 60), (7,)
 MAKERS = {
     "SGD": lambda p, **kw: optim.SGD(p, lr=0.1, momentum=0.9, **kw),
@@ -30,7 +31,7 @@ MAKERS = {
     "CAME": lambda p, **kw: optim.CAME(p, lr=0.02, **kw),
 }
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-bits = pytest.mark.parametrize("bits", [16, 8, 4])
+bits = pytest.mark.parametrize("bits", [16, 8, 4, 1])
 
 
 def values(shape, signed=True, seed=0):
@@ -44,12 +45,12 @@ def kept(x, form):
 
 def test_maps_are_those_of_others():
     """Of bitsandbytes and torchao: 256 or 16 ascending points, of known ends."""
-    for (width, signed), form in FORMATS.items():
+    for (width, signed), form in MAPS.items():
         assert len(form.points) == 2**width and list(form.points) == sorted(set(form.points))
         assert form.points[-1] == 1 and (form.points[0] < 0) == signed
     assert FORMATS[8, True].points[0] == pytest.approx(-0.99297, abs=1e-5)
     assert FORMATS[4, True].points[8:12] == pytest.approx([0.0055, 0.0325, 0.0775, 0.2125])
-    assert [0 in form.points for form in FORMATS.values()] == [True, False, True, False]
+    assert [0 in form.points for form in MAPS.values()] == [True, False, True, False]
 
 
 @forms
@@ -158,28 +159,29 @@ def test_state_is_small_and_close(make, bits):
     full, _ = train(make, shapes=[BIG, SMALL], dtype=torch.float32)
     ps, opt = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=torch.float32)
     moved = full[0] - parameters([BIG], torch.float32)[0]
-    assert float((ps[0] - full[0]).norm() / moved.norm()) <= {16: 0.01, 8: 0.05, 4: 0.6}[bits]
+    assert float((ps[0] - full[0]).norm() / moved.norm()) <= {16: 0.01, 8: 0.05, 4: 0.6, 1: 1.2}[bits]
     assert difference(ps[1:], full[1:]) == 0  # too small to be encoded
     size = sum(v.nbytes for k, v in opt.state[ps[0]].items() if "sq_" not in k and "res" not in k)
     wide = [32 if bits == 16 and not opt.moments[k] else bits
             for k in opt.state[ps[0]] if k in opt.moments]
-    assert size <= ps[0].numel() * sum(wide) / 8 * (1 if bits == 16 else 1.08) + 4
+    assert size <= ps[0].numel() * sum(wide) / 8 * {16: 1, 1: 2.8}.get(bits, 1.08) + 4
 
 
 @every
 @bits
 def test_goes_on_bit_by_bit(make, bits):
-    ps, old = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=torch.bfloat16)
+    dtype, rounding = (torch.float32, 1e-5) if bits == 1 else (torch.bfloat16, 0)
+    ps, old = train(lambda p: make(p, state_bits=bits), shapes=[BIG, SMALL], dtype=dtype)
     copies = copy.deepcopy(ps)
     new = make(copies, state_bits=bits)
     new.load_state_dict(copy.deepcopy(old.state_dict()))
     train(lambda _: old, 3, ps=ps)
     train(lambda _: new, 3, ps=copies)
-    assert difference(ps, copies) == 0 == difference(states(old), states(new))
+    assert difference(ps, copies) <= rounding and difference(states(old), states(new)) <= rounding
 
 
 @every
-@pytest.mark.parametrize(("saved", "loaded"), [(8, 32), (32, 8), (8, 4), (16, 32), (32, 16), (8, 16)])
+@pytest.mark.parametrize(("saved", "loaded"), [(8, 32), (32, 8), (8, 4), (16, 32), (32, 16), (8, 16), (8, 1)])
 def test_checkpoint_is_of_any_format(make, saved, loaded):
     ps, old = train(lambda p: make(p, state_bits=saved), shapes=[BIG, SMALL])
     checkpoint = copy.deepcopy(old.state_dict())
@@ -209,7 +211,7 @@ def test_checkpoint_for_torch():
 
 @every
 @bits
-@pytest.mark.parametrize("shape", [(128, 64), (5000,), (40, 16, 4, 4), (64, 96)])
+@pytest.mark.parametrize("shape", [(128, 64), (5000,), (40, 16, 4, 4), (256, 96)])
 def test_slabs_change_nothing_but_rounding(make, bits, shape, monkeypatch):
     """One bit of rounding may choose the other of two neighbouring codes."""
     whole, one = train(lambda p: make(p, state_bits=bits), 3, shapes=[shape])
@@ -230,7 +232,7 @@ def test_temporaries(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8), ("AdamW", 8),
-                                              ("SGD", 16), ("AdamW", 16), ("CAME", 16)])
+                                              ("SGD", 16), ("AdamW", 16), ("CAME", 16), ("AdamA", 1), ("CAME", 1)])
 def test_captured_whole(name, bits):
     """One graph in 12 steps of a schedule, and the codes of eager.
 
@@ -248,10 +250,11 @@ def test_captured_whole(name, bits):
 
 
 @pytest.mark.parametrize(("bits", "lowering"), [
-    (16, "eager"), (8, "eager"), (4, "eager"),
+    (16, "eager"), (8, "eager"), (4, "eager"), (1, "eager"),
     # Momentum in 8 bits goes through Inductor in test_low_precision.
     pytest.param(16, "inductor", marks=pytest.mark.inductor),
-    pytest.param(4, "inductor", marks=pytest.mark.inductor)])
+    pytest.param(4, "inductor", marks=pytest.mark.inductor),
+    pytest.param(1, "inductor", marks=pytest.mark.inductor)])
 def test_captured_peak(lowering, bits):
     """As predicted; under Inductor the gradient beside the states and, of few bits, slabs of any size."""
     torch._dynamo.reset()

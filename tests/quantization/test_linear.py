@@ -68,7 +68,7 @@ def points_of(form):
     return arithmetic.of_numbers(torch.arange(2**form.bits, dtype=torch.uint8), form, torch.float32)
 
 
-@pytest.mark.parametrize("form", [*LINEAR.values(), *FORMATS.values()], ids=lambda f: f"{f.map}{f.bits}")
+@pytest.mark.parametrize("form", [*LINEAR.values(), *(f for f in FORMATS.values() if f.bits > 1)], ids=lambda f: f"{f.map}{f.bits}")
 @pytest.mark.parametrize("x", [0.7713, 0.0317, 0.00412])
 def test_mean_over_all_draws_is_the_number(form, x):
     """E[Q(x)] = x, over each of the 2^16 numbers that may be drawn, not a sample of them."""
