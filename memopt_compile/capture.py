@@ -197,7 +197,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
         # it may (the first backward freed nothing it needs), and says so if not.
         if "already consumed" in str(error):
             telling.tell_of_break(_notes, error, "backward() goes through a graph that an earlier one has used up",
-                           "pass retain_graph=True to the earlier one, or add the losses up first")
+                                  "pass retain_graph=True to the earlier one, or add the losses up first")
             if not compat_breaks.demands_one_graph(tx.output):
                 compat_breaks.run_in_eager(error)
         raise

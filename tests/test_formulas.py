@@ -90,7 +90,7 @@ def test_formula_in_batch_and_sequence_length():
     formula, sizes = peak_formula(compiled()[-1].step), symbols(compiled()[-1].step)
     batch, sequence = sorted(sizes, key=sizes.get)
     assert (sizes[batch], sizes[sequence]) == (6, 49)
-    shapes = [(16, 16), (48, 60)]
+    shapes = [(4, 64), (16, 16), (48, 60), (128, 5)]
     expected = [int(formula.subs({batch: b, sequence: t + 1})) for b, t in shapes]
     for shape, peak_bytes in zip(shapes, expected):
         measured = memopt.measure(run, tokens(*shape), resident=trained)

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .formats import whole_blocks
+from .blocks import whole_blocks
 
 BLOCK = 128  # elements, or rows, of a group
 LARGEST_FP8 = 448.0

@@ -18,8 +18,9 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .blocks import whole_blocks
 
 SIDE = 64
 
@@ -55,7 +56,7 @@ def encode(value: Tensor, form: Factored) -> tuple[Tensor, Tensor]:
     """(signs, means) of all elements in row-major order: uint8, float32."""
     flat = value.reshape(-1).to(torch.float32)
     count = flat.numel()
-    blocks = _filled(flat, form.block).view(-1, SIDE, SIDE)
+    blocks = whole_blocks(flat, form.block).view(-1, SIDE, SIDE)
     sizes = blocks.abs() if form.signed else blocks
     rows, columns, all_of_it = _counts(count, form, flat.device)
     row, column = sizes.sum(2) / rows, sizes.sum(1) / columns
@@ -63,7 +64,7 @@ def encode(value: Tensor, form: Factored) -> tuple[Tensor, Tensor]:
     means = torch.cat((row, column / torch.where(mean == 0, 1.0, mean)), 1).view(-1)
     if not form.signed:
         return torch.empty(0, dtype=torch.uint8, device=flat.device), means
-    negative = (_filled(flat, 8) < 0).view(-1, 8)
+    negative = (whole_blocks(flat, 8) < 0).view(-1, 8)
     return (negative * _bits(flat.device)).sum(1, dtype=torch.uint8), means
 
 
@@ -90,8 +91,3 @@ def _counts(count: int, form: Factored, device: torch.device) -> tuple[Tensor, T
 def _bits(device: torch.device) -> Tensor:
     """1, 2, 4 .. 128."""
     return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def _filled(flat: Tensor, block: int) -> Tensor:
-    missing = -flat.numel() % block
-    return F.pad(flat, (0, missing)) if missing else flat

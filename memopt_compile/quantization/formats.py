@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import arithmetic, factored, tables
+from .blocks import whole_blocks
 from .factored import Factored
 from .rounding import moves, noise, places_from
 
@@ -185,9 +185,3 @@ def decode(codes: Tensor, scales: Tensor, form: Format | Factored, count: int, d
 
 def _faster() -> Any:
     return arithmetic if torch.compiler.is_compiling() else tables
-
-
-def whole_blocks(flat: Tensor, block: int) -> Tensor:
-    """The vector, with zeros to the end of its last block."""
-    missing = -flat.numel() % block
-    return F.pad(flat, (0, missing)) if missing else flat

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import Linear, whole_blocks
+from .blocks import whole_blocks
+from .formats import Linear
 from .rounding import moves, noise, places_from
 
 TOGETHER = 4  # elements that may share a byte: slabs and blocks are multiples of it
