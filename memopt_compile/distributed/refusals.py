@@ -107,7 +107,7 @@ def _check_ours(opt: Optimizer, name: str) -> None:
         for setting, value in (("state_bits", 16), ("weight_bits", 16), ("weight_bits", 24)):
             if group[setting] == value:
                 raise _refusal(f"{setting}={value} of {name} rounds each element by its place in the whole "
-                               "parameter", "choose state_bits=32, 8, 4 or 1, and leave weight_bits out")
+                               "parameter", "choose state_bits=32, 8, 4 or 1, and weight_bits=32 or none")
 
 
 def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -> None:

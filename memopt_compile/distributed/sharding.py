@@ -30,9 +30,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import replaced
 from ..optim.base import Optimizer
-from ..optim.low_bit import compressed, expanded
+from ..optim.low_bit import CORRECTION, compressed, expanded
 from ..optim.shards import Rows
 from ..quantization.parameters import LowPrecisionTensor
+from ..quantization.rounding import from_bytes
 from . import low_precision
 from .first_values import become_the_first, materialize, of_the_first
 from .refusals import check
@@ -148,6 +149,8 @@ def _rows_of_state(opt: Optimizer, p: Tensor, new: nn.Parameter, group: Any) -> 
         if isinstance(value, Tensor) and value.dim():
             placement = Shard(0) if opt.by_rows(name, p, group) else Replicate()
             whole[name] = distribute_tensor(value, new.device_mesh, [placement]).to_local()
+    if CORRECTION in whole:
+        whole[CORRECTION] = from_bytes(whole[CORRECTION])
     return compressed(whole, opt.formats(new.to_local(), group))
 
 

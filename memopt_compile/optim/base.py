@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from ..quantization.parameters import LowPrecisionTensor
-from ..quantization.rounding import Rounded
+from ..quantization.rounding import LOW, Rounded
 from . import one_operator
 from .loading import checked, restore
 from .low_bit import (
@@ -69,10 +69,10 @@ class Optimizer(torch.optim.Optimizer):
                 at random, for the moments that may be negative. 1 is a sign for these, and blocks' row
                 and column means (`quantization.factored`). Fixed for a parameter once it has a state.
             weight_bits: for parameters in bfloat16; others stay as they are. None: arithmetic and
-                rounding to the nearest in bfloat16, as torch's. 16 and 24: arithmetic in float32,
-                rounded at random to bfloat16, or to 24 bits of which the parameter has the upper
-                16 and the state `correction` the others. Full precision of states is then
-                float32. Fixed as `state_bits`.
+                rounding to the nearest in bfloat16, as torch's. 16, 24 and 32: arithmetic in float32,
+                rounded at random to bfloat16, or to 24 bits, or kept as it is: of these the parameter
+                has the upper 16 bits and the state `correction` the others. Full precision of states is
+                then float32. Fixed as `state_bits`.
             gradient_bits: 32 or 8: see `LowPrecisionGradients`. Fixed as `state_bits`.
             rounding_seed: an integer that, with the step and the element, decides the rounding.
             foreach, fused, capturable, differentiable: refused if on.
@@ -187,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         return Rounded(group["rounding_seed"] ^ OF_WEIGHTS, group["weight_bits"], first=group.get("place", 0))
 
     def first_state(self, p: Tensor, group: Options) -> State:
-        """`new_state`, with what random rounding and 24 bits need."""
+        """`new_state`, with what random rounding and 24 or 32 bits need."""
         p = self.shards.local(p) if self.elementwise else p
         form, low = self.weight_format(p, group), isinstance(p, LowPrecisionTensor)
         like = p if form is None and not low else torch.empty_like(p, dtype=precise(p))
@@ -196,11 +196,11 @@ class Optimizer(torch.optim.Optimizer):
             state[GRADIENT] = torch.zeros_like(like)
         if low and p.form.seed is not None:
             state[DRAWS] = p.draws.clone()  # from where the parameter is: each draws other numbers
-        if "step" not in state and (form is not None or (
+        if "step" not in state and (form is not None and form.random or (
                 group["state_bits"] == 16 and state.keys() & self.formats(p, group).keys())):
             state["step"] = self.no_steps()
-        if form is not None and form.bits == 24:
-            state[CORRECTION] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
+        if form is not None and form.bits in LOW:
+            state[CORRECTION] = torch.zeros(self.shards.local(p).shape, dtype=LOW[form.bits], device=p.device)
         return state
 
     def in_blocks(self, group: Options, p: Tensor, *others: Tensor) -> list[Tensor]:
@@ -343,7 +343,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`. Low-bit states are in full precision: any `state_bits` loads them.
 
-        `correction` is there as it is: other `weight_bits` leave it, and 24 begin without.
+        `correction` is there as it is: None and 16 `weight_bits` leave it, and 24 and 32 begin without.
         """
         packed = super().state_dict()
         for mine, group in zip(self.param_groups, packed["param_groups"]):
@@ -355,8 +355,7 @@ class Optimizer(torch.optim.Optimizer):
     def saved_state(self, state: State, p: Tensor, group: Options) -> State:
         """The state of `p` in full precision and, of shards, as DTensors."""
         here = self.shards.local(p)
-        if formats := self.formats(here, group):
-            state = expanded(state, here, formats)
+        state = expanded(state, here, self.formats(here, group))
         return {name: self.shards.saved(value, p) if isinstance(value, Tensor) and self.by_rows(
             name, p, group) else value for name, value in state.items()}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..quantization.rounding import as_16_bits, from_bytes
 from .low_bit import CORRECTION, DRAWS, GRADIENT, compressed
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
             saved = {name: optimizer.shards.loaded(value, p, optimizer.by_rows(name, p, mine))
                      if isinstance(value, Tensor) else value
                      for name, value in saved.items() if value is not None}
+            if CORRECTION in saved:
+                saved[CORRECTION] = from_bytes(saved[CORRECTION])
             if saved:
                 like = p.detach().to("meta")
                 yield group, p, saved, optimizer.first_state(like, {**optimizer.defaults, **group})
@@ -68,7 +71,8 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         here = optimizer.shards.local(p)
         formats = optimizer.formats(here, group)
         if CORRECTION in new:
-            saved.setdefault(CORRECTION, torch.zeros(p.numel(), dtype=torch.int8))
+            low = as_16_bits(saved.get(CORRECTION, torch.zeros(here.shape, dtype=torch.int16)))
+            saved[CORRECTION] = low >> 8 if new[CORRECTION].dtype == torch.int8 else low
         else:
             optimizer.state[p].pop(CORRECTION, None)
         if DRAWS in new:

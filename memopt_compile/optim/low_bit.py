@@ -7,8 +7,8 @@ saving, and are the sensitive ones (biases, norms).
 The states of a low-precision parameter are as it is: of any size, in groups of its size and, if it
 is, rounded stochastically. Its own codes are read and written here too.
 
-A parameter in bfloat16 that is updated in float32 is read and written the same way. With 24 bits
-the state has what it lacks as a vector of int8, `CORRECTION`.
+A parameter in bfloat16 that is updated in float32 is read and written the same way. With 24 or 32 bits
+the state has what it lacks in its shape, int8 or int16: `CORRECTION`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..quantization.factored import Factored
 from ..quantization.formats import FORMATS, LINEAR, Format, Linear, decode
 from ..quantization.operators import decode_moment, dequantize, encode, quantize
 from ..quantization.parameters import LowPrecisionTensor
-from ..quantization.rounding import Rounded, joined, rounded, split
+from ..quantization.rounding import Rounded, joined, rounded, split, to_bytes
 from .slabs import Slab, cut, shape_of
 
 SMALL = 4096  # elements
@@ -136,8 +136,7 @@ def read_weight(p: Tensor, state: State, slab: Slab | None, form: Rounded | None
         return part
     if form.bits == 16:
         return part.to(torch.float32)
-    codes, _, _ = ranges(form, p, slab)
-    return joined(part, state[CORRECTION][codes].view(part.shape))
+    return joined(part, cut(state[CORRECTION].view(p.shape), slab))
 
 
 def write_weight(p: Tensor, value: Tensor, state: State, slab: Slab | None,
@@ -154,13 +153,13 @@ def write_weight(p: Tensor, value: Tensor, state: State, slab: Slab | None,
     if form is None:
         return
     (codes, _, _), part = ranges(form, p, slab), cut(p, slab)
-    given = value, form, whole(state["step"]), codes.start or 0
+    given = value, form, whole(state["step"]) if form.random else 0, codes.start or 0
     if form.bits == 16:
         part.copy_(rounded(*given).view(part.shape))
     else:
         high, low = split(*given)
         part.copy_(high.view(part.shape))
-        state[CORRECTION][codes].copy_(low)
+        cut(state[CORRECTION].view(p.shape), slab).copy_(low.view(part.shape))
 
 
 def vectors(p: LowPrecisionTensor, others: Sequence[Tensor]) -> list[Tensor]:
@@ -192,6 +191,7 @@ def compressed(state: State, formats: Formats) -> State:
 
 
 def expanded(state: State, p: Tensor, formats: Formats) -> State:
-    """A state with all moments in full precision, as checkpoints have it."""
-    return {name: read(state, name, p, None, formats) if name in formats else value
+    """A state with all moments in full precision and the correction in bytes, as checkpoints have it."""
+    return {name: read(state, name, p, None, formats) if name in formats else
+            to_bytes(value) if name == CORRECTION else value
             for name, value in state.items() if not name.endswith("_scale")}

@@ -29,8 +29,8 @@ def check_common(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
             raise optimizer.error(f"{flag}=True is not supported", INSTEAD[flag])
     if group["state_bits"] not in (32, 16, 8, 4, 1):
         raise optimizer.error(f"state_bits is {group['state_bits']}", "choose 32, 16, 8, 4 or 1")
-    if group["weight_bits"] not in (None, 16, 24):
-        raise optimizer.error(f"weight_bits is {group['weight_bits']}", "choose None, 16 or 24")
+    if group["weight_bits"] not in (None, 16, 24, 32):
+        raise optimizer.error(f"weight_bits is {group['weight_bits']}", "choose None, 16, 24 or 32")
     if group["gradient_bits"] not in (32, 8):
         raise optimizer.error(f"gradient_bits is {group['gradient_bits']}", "choose 32 or 8")
     if group["gradient_bits"] != 32 and not optimizer.keeps_gradients:

@@ -70,7 +70,7 @@ class Rows(Whole):
         return self.total((~holds).to(p.device, torch.float32), p) == 0
 
     def saved(self, state: Tensor, p: Tensor) -> Tensor:
-        if not state.dim():
+        if not (state.dim() and p.dim()):
             return state
         shape = (p.shape[0], *state.shape[1:])
         stride = tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))

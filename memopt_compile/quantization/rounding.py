@@ -12,7 +12,9 @@ it lacks, in 256ths of its last place (the idea of FlashOptim's master weights).
 
     bits = high·2¹⁶ + low·2⁸,  −128 ≤ low < 128,
 
-whether or not a power of 2 lies between, and nothing is lost in taking apart and joining.
+whether or not a power of 2 lies between, and nothing is lost in taking apart and joining. 32 bits are a
+float32 as it is, taken apart in the same way with all 16 bits in `low`: a master copy for two bytes. Nothing
+is rounded.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ ROUNDS = ((0x6A3B, 0x3C6F, 0x7F4B), (0x5D2D, 0x52DD, 0x1B56), (0x4E97, 0x2AB1, 0
           (0x73A5, 0x68E5, 0x4B2D))
 UPPER = (0x2F65, 0x7A91, 0x39C7, 0x5E0B)  # the same for what a seed has above 16 bits
 
+LOW = {24: torch.int8, 32: torch.int16}
+
 
 class Rounded(NamedTuple):
     """How a tensor is stored: a bfloat16 for each element, chosen with this seed."""
 
     seed: int
     bits: int = 16
-    """Or 24: with a byte that holds the next 8 bits."""
+    """Or 24 or 32: with an integer that holds the next 8 or 16 bits."""
     block: int = 256
     """Elements in whole multiples of which it is cut, as `Format`. They share nothing."""
     first: Any = 0
     """The place of the first element, an integer or a 0-dim tensor of one."""
+
+    @property
+    def random(self) -> bool:
+        return self.bits < 32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,16 +67,32 @@ def rounded(value: Tensor, form: Rounded, step: Any, first: int = 0) -> Tensor:
 
 
 def split(value: Tensor, form: Rounded, step: Any, first: int = 0) -> tuple[Tensor, Tensor]:
-    """All elements in row-major order in 24 bits, without bias: (high, bfloat16; low, int8)."""
+    """All elements in row-major order in 24 or 32 bits, without bias: (high, bfloat16; low, see `LOW`)."""
     bits = _bits(value, form, step, first)
     high = (bits + (1 << 15)) & (-1 << 16)
-    return high.view(torch.float32).to(torch.bfloat16), ((bits - high) >> 8).to(torch.int8)
+    return high.view(torch.float32).to(torch.bfloat16), ((bits - high) >> (32 - form.bits)).to(LOW[form.bits])
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
     """What `split` took apart, float32. A zero from elsewhere, `low` below it, stays a zero."""
-    bits, low = high.to(torch.float32).view(torch.int32), low.to(torch.int32)
-    return (bits + (torch.where(high == 0, low.relu(), low) << 8)).view(torch.float32)
+    bits, low = high.to(torch.float32).view(torch.int32), as_16_bits(low).to(torch.int32)
+    return (bits + torch.where(high == 0, low.relu(), low)).view(torch.float32)
+
+
+def as_16_bits(low: Tensor) -> Tensor:
+    """The lower half of 24 bits as that of 32."""
+    return low if low.dtype == torch.int16 else low.to(torch.int16) << 8
+
+
+def to_bytes(low: Tensor) -> Tensor:
+    """`low` with a last dimension of its bytes: neither gloo nor NCCL sends integers of 16 bits."""
+    return low.unsqueeze(-1).view(torch.int8)
+
+
+def from_bytes(parts: Tensor) -> Tensor:
+    """What `to_bytes` was given, also where torch.optim has made floats of the bytes."""
+    parts = parts.to(torch.int8).contiguous()
+    return (parts if parts.shape[-1] == 1 else parts.view(torch.int16)).squeeze(-1)
 
 
 def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
@@ -76,6 +100,8 @@ def _bits(value: Tensor, form: Rounded, step: Any, first: int) -> Tensor:
     flat = value.reshape(-1).to(torch.float32)
     # Some devices' NaN has all bits set: a carry would make a number of it.
     bits = torch.where(flat.isnan(), float("nan"), flat).view(torch.int32)
+    if form.bits == 32:
+        return bits
     places = places_from(first + form.first, flat)
     # The lower bits are what is dropped: a uniform number carries in proportion to them.
     drawn = noise(places, form.seed, step) >> (form.bits - 16)

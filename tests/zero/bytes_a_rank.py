@@ -3,9 +3,11 @@
     python tests/zero/bytes_a_rank.py --ranks 2
     python tests/zero/bytes_a_rank.py --layers 4 --stages 1 2 --micro 4 [--adama]
     python tests/zero/bytes_a_rank.py --layers 4 --bits 8
+    python tests/zero/bytes_a_rank.py --layers 4 --master
 
 Prints a table: resident bytes measured beside the formulas of ZeRO's paper for float32 (with --bits for
-parameters of so many, and states of 8 bits, with their scales), the peak of
+parameters of so many, and states of 8 bits, with their scales; with --master for parameters in bfloat16,
+the other 2 bytes of a float32, and states of 8 bytes), the peak of
 what a step adds in units of the parameters' bytes (predicted and measured, the least of some steps,
 since gloo's own thread may hold what it has sent a moment longer), and bytes communicated a rank in
 units of data parallel's, counted in the graph, with the number of calls and of the tensors in them.
@@ -48,18 +50,21 @@ def sent_bytes(record: records.Compilation, ranks: int) -> float:
 
 
 def measured(rank: int, ranks: int, stages: tuple[int, ...], layers: int, width: int, micro: int,
-             accumulate: str, bits: int) -> dict:
+             accumulate: str, bits: int, master: bool) -> dict:
     found = {}
     for stage in stages:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = GPT(GPTConfig(96, layers, width, width // 32, 32))
+        model = GPT(GPTConfig(96, layers, width, width // 32, 32)).to(torch.bfloat16 if master else torch.float32)
         whole = memopt.measure(lambda: None, resident=(model,)).by_category["parameters"]
         parameters, states = whole, 2 * whole
         if bits:
             memopt.quantize_parameters_(model, bits)
             parameters, states = ((b + 32 / 2048) / 32 * whole for b in (bits, 2 * 8 + 32 / 2048))
             opt = memopt.optim.AdamW(model.parameters(), lr=1e-3, state_bits=8)
+        elif master:
+            states = 5 * whole
+            opt = memopt.optim.AdamW(model.parameters(), lr=1e-3, weight_bits=32)
         else:
             opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
         name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
@@ -102,11 +107,12 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of one sample")
     parser.add_argument("--adama", action="store_true", help="they add up in the optimizer's states")
     parser.add_argument("--bits", type=int, default=0, help="of parameters in low precision: 8, 10 or 12")
+    parser.add_argument("--master", action="store_true", help="parameters in bfloat16 with a master copy")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = on_ranks(given.ranks, Path(folder), measured, given.ranks, tuple(given.stages),
                            given.layers, given.width, given.micro,
-                           "optimizer_states" if given.adama else "gradients", given.bits)
+                           "optimizer_states" if given.adama else "gradients", given.bits, given.master)
     print("| ranks | stage | resident bytes | formula | difference | transient, predicted | measured "
           "| communicated | calls | tensors |\n|---|---|---|---|---|---|---|---|---|---|")
     for stage in given.stages:

@@ -1,12 +1,13 @@
 """What each of many ranks holds of a Llama of 70 billion parameters, planned by one process.
 
     python tests/zero/plan_ranks.py --ranks 64 1024
-    python tests/zero/plan_ranks.py --resident
+    python tests/zero/plan_ranks.py --resident [--master]
 
 The first prints the peak of a training step a rank, by category: AdamW in float32, products in bfloat16
 (autocast), one sequence of 4,096 tokens a rank, each layer checkpointed. `--layers` plans another
 number of layers, and `--whole` traces all of them in place of `memopt.explain_layers`. The second
-prints the bytes between steps beside ZeRO's formulas, for 2 to 1,024 ranks.
+prints the bytes between steps beside ZeRO's formulas, for 2 to 1,024 ranks. With `--master` parameters are in
+bfloat16, with the other 16 bits of a float32 among the optimizer's states, and nothing is cast.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SHAPE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads":
 RANKS = (2, 4, 8, 64, 1024)
 
 
-def make(mesh: Any, stage: int, layers: int, vocabulary: int, tokens: int) -> tuple:
+def make(mesh: Any, stage: int, layers: int, vocabulary: int, tokens: int, master: bool) -> tuple:
     """A step of a sharded Llama, as a script under torchrun would make it."""
     model = LlamaForCausalLM(LlamaConfig(
         **SHAPE, num_hidden_layers=layers, vocab_size=vocabulary, max_position_embeddings=tokens,
@@ -36,11 +37,14 @@ def make(mesh: Any, stage: int, layers: int, vocabulary: int, tokens: int) -> tu
     with warnings.catch_warnings(action="ignore"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if master:
+        opt = memopt.optim.AdamW(model.bfloat16().parameters(), lr=1e-4, weight_bits=32)
+    else:
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     memopt.shard_(model, opt, mesh, stage=stage)
 
     def step(ids):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not master):
             logits = model(ids).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
         loss.backward()
@@ -68,11 +72,12 @@ def resident(given: argparse.Namespace) -> None:
             held = []
             for layers in (1, 2):
                 with memopt.planned_ranks(ranks) as mesh:
-                    step, args = make(mesh, stage, layers, given.vocabulary, 64)
+                    step, args = make(mesh, stage, layers, given.vocabulary, 64, given.master)
                     inputs = memopt.explain(step, *args, zero=stage, lowering="eager").inputs
                 held.append(inputs["parameters"] + inputs["optimizer state"])
             bytes_ = held[0] + (given.layers - 1) * (held[1] - held[0])
-            formula = 12 * count / ranks if stage == 3 else 4 * count + 8 * count / ranks
+            kept = 2 if given.master else 4
+            formula = 12 * count / ranks if stage == 3 else kept * count + (12 - kept) * count / ranks
             print(f"| {ranks:,} | {stage} | {bytes_:,} | {formula:,.0f} | {bytes_ / formula - 1:+.2%} |", flush=True)
 
 
@@ -81,7 +86,7 @@ def peaks(given: argparse.Namespace) -> None:
         start, processor = time.perf_counter(), time.process_time()
         with memopt.planned_ranks(ranks) as mesh:
             def made(layers, mesh=mesh):
-                return make(mesh, given.stage, layers, given.vocabulary, given.tokens)
+                return make(mesh, given.stage, layers, given.vocabulary, given.tokens, given.master)
 
             if given.whole:
                 step, args = made(given.layers)
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--resident", action="store_true")
+    parser.add_argument("--master", action="store_true")
     given = parser.parse_args()
     (resident if given.resident else peaks)(given)
 

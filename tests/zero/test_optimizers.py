@@ -77,6 +77,7 @@ KINDS = {
     "adama": (of(AdamA, 0.02, weight_decay=0.1, max_norm=0.05), {"micro": 2, "fold": True}),
     "option": (of(torch.optim.AdamW, 0.02), {"micro": 4, "accumulate": "optimizer_states"}),
 }
+MASTER = of(AdamW, 0.02, weight_decay=0.1, weight_bits=32)
 CAPTURED = {"came": 1, "adama": 3, "option": 2}  # and in which stage
 
 
@@ -88,25 +89,24 @@ def in_eager(rank, ranks, optimizer, micro=1, fold=False):
     return [float(step(x, y)) for x, y in cases.batches(rank, ranks, DOUBLE, STEPS)], cases.whole(model)
 
 
-def moved(rank, ranks):
-    """Trained in one process, sharded with its states, saved in stage 2, loaded in stage 3 with other bits."""
-    batches = list(cases.batches(rank, ranks, torch.float32, 4))
-    whole = [torch.cat(each) for each in zip(*(next(iter(cases.batches(r, ranks, torch.float32))) for r in (0, 1)))]
-    model = cases.made(Wide, torch.float32)
-    opt = few_bits(model)
+def moved(rank, ranks, dtype=torch.float32, optimizer=few_bits, state="exp_avg"):
+    """Trained in one process, sharded with its states, saved in stage 2, loaded in stage 3."""
+    batches = list(cases.batches(rank, ranks, dtype, 4))
+    whole = [torch.cat(each) for each in zip(*(next(iter(cases.batches(r, ranks, dtype))) for r in (0, 1)))]
+    model = cases.made(Wide, dtype)
+    opt = optimizer(model)
     cases.step_of(model, opt)(*whole)
     memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=2)
     step = cases.step_of(model, opt)
     step(*batches[1])
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, opt)))
-    again = cases.made(Wide, torch.float32)
-    other = few_bits(again)
+    again = cases.made(Wide, dtype)
+    other = optimizer(again)
     memopt.shard_(again, other, init_device_mesh("cpu", (ranks,)), stage=3)
-    state = opt.state_dict()
-    other.load_state_dict(state)
+    other.load_state_dict(opt.state_dict())
     same = all(torch.equal(a[name], b[name]) for a, b in zip(opt.state.values(), other.state.values())
                for name in a)
-    return same, saved["optimizer"]["state"]["second.weight"]["exp_avg"].full_tensor(), len(other.state)
+    return same, saved["optimizer"]["state"]["second.weight"][state].full_tensor(), len(other.state)
 
 
 def refusals(rank, ranks):
@@ -118,7 +118,7 @@ def refusals(rank, ranks):
 
     return {
         "state_bits=16 of AdamW rounds each element": says(lambda: shard(AdamW, state_bits=16)),
-        "weight_bits=24 of SGD": says(lambda: shard(SGD, weight_bits=24)),
+        "weight_bits=24 of SGD rounds each element": says(lambda: shard(SGD, weight_bits=24)),
         "AdamA sums up its states over a process group": says(
             lambda: shard(AdamA, process_group=mesh.get_group())),
     }
@@ -132,7 +132,9 @@ def everything(rank, ranks):
             found[name] = in_eager(rank, ranks, optimizer, **how)
         if name in CAPTURED:
             found[name, "captured"] = cases.trained(rank, ranks, CAPTURED[name], Few, DOUBLE, optimizer, **how)
+    found |= {("master", stage): cases.trained(rank, ranks, stage, Few, torch.bfloat16, MASTER) for stage in (0, 1, 3)}
     return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks),
+            "moved master": moved(rank, ranks, torch.bfloat16, MASTER, "correction"),
             "low": low_precision.everything(rank, ranks)}
 
 
@@ -154,10 +156,11 @@ def test_is_one_process_on_the_whole_batch(pair, name):
                 assert float((parameters[key] - value).abs().max()) <= 1e-11
 
 
-def test_elementwise_ones_are_data_parallel_bit_for_bit(pair):
-    """In few bits too, where the blocks of a rank are blocks of the whole."""
+@pytest.mark.parametrize(("name", "stage"), [("few bits", 3), ("master", 1), ("master", 3)])
+def test_elementwise_ones_are_data_parallel_bit_for_bit(pair, name, stage):
+    """In few bits too, where the blocks of a rank are blocks of the whole; in bfloat16 with a master copy."""
     for rank in pair:
-        found, plain = rank["few bits", 3], rank["few bits", 0]
+        found, plain = rank[name, stage], rank[name, 0]
         assert found["losses"] == plain["losses"]
         assert all(torch.equal(value, plain["parameters"][n]) for n, value in found["parameters"].items())
 
@@ -183,10 +186,19 @@ def test_states_are_of_the_rows(pair):
         assert rank["adama", "captured"]["resident"] == 8 * (2 * rows + 27) + 4 * 4  # and the steps
 
 
-def test_states_go_with_the_model_and_to_other_stages(pair):
-    for same, whole, states in (rank["moved"] for rank in pair):
-        assert same and whole.shape == (128, 64) and states == 5
-    assert torch.equal(pair[0]["moved"][1], pair[1]["moved"][1])
+@pytest.mark.parametrize("name", ["moved", "moved master"])
+def test_states_go_with_the_model_and_to_other_stages(pair, name):
+    for same, whole, states in (rank[name] for rank in pair):
+        assert same and whole.shape[:2] == (128, 64) and whole.any() and states == 5
+    assert torch.equal(pair[0][name][1], pair[1][name][1])
+
+
+def test_master_copies_are_shared(pair):
+    """Of 41 elements as in Few: 2 bytes of each whole in stage 1, or the storage of the largest part (27) in
+    stage 3; and of this rank's rows 2 of the master copy and 8 of the moments; the steps of four parameters."""
+    for rank, rows in zip(pair, (27, 15)):
+        assert rank["master", 3]["resident"] == 2 * 27 + 10 * rows + 4 * 4
+        assert rank["master", 1]["resident"] == 2 * 41 + 10 * rows + 4 * 4
 
 
 def test_refuses_by_name(pair):
