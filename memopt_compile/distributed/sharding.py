@@ -34,7 +34,7 @@ from ..optim.low_bit import CORRECTION, compressed, expanded
 from ..optim.shards import Rows
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import from_bytes
-from . import low_precision
+from . import low_precision, whole_checkpoints
 from .first_values import become_the_first, materialize, of_the_first
 from .refusals import check
 from .storage import Storage, remember, storage_of, window
@@ -65,6 +65,8 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     reading = functools.cache(functools.partial(_reading, replicas=replicas))
     if isinstance(opt, Optimizer):
         opt.shards = Rows(shard)
+    else:
+        opt.register_load_state_dict_pre_hook(whole_checkpoints.into_optimizer)
     made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a whole parameter dies once it is replaced
     for path, module in model.named_modules():
         given = dict(module._parameters)  # as the optimizer has them
@@ -90,6 +92,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
                 names.append(name)
         if names:
             module.__class__ = reading(type(module), tuple(names))
+            module.register_load_state_dict_pre_hook(whole_checkpoints.into_model)
         if any(isinstance(p, LowPrecisionTensor) for p in given.values()):
             module.register_state_dict_post_hook(low_precision.saved)
         del given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import cases
@@ -77,6 +78,7 @@ KINDS = {
     "adama": (of(AdamA, 0.02, weight_decay=0.1, max_norm=0.05), {"micro": 2, "fold": True}),
     "option": (of(torch.optim.AdamW, 0.02), {"micro": 4, "accumulate": "optimizer_states"}),
 }
+FROM_ONE = [(3, torch.optim.AdamW), (2, torch.optim.AdamW), (3, AdamW), (1, SGD, 8)]
 MASTER = of(AdamW, 0.02, weight_decay=0.1, weight_bits=32)
 CAPTURED = {"came": 1, "adama": 3, "option": 2}  # and in which stage
 
@@ -109,6 +111,31 @@ def moved(rank, ranks, dtype=torch.float32, optimizer=few_bits, state="exp_avg")
     return same, saved["optimizer"]["state"]["second.weight"][state].full_tensor(), len(other.state)
 
 
+def from_one_process(rank, ranks, stage, kind, bits=None):
+    """How far parameters are from those of one process whose checkpoint was loaded here, at once and after two steps
+    of both with the same rows."""
+    models, opts = [], []
+    for _ in range(2):
+        models.append(cases.made(lambda: nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), DOUBLE))
+        if bits:
+            memopt.quantize_parameters_(models[-1], bits, rounding="nearest")
+        opts.append(kind(models[-1].parameters(), lr=0.02))
+    rows = list(cases.batches(0, ranks, DOUBLE))
+    cases.step_of(models[0], opts[0])(*rows[0])
+    saved = [copy.deepcopy(each.state_dict()) for each in (models[0], opts[0])]
+    memopt.shard_(models[1], opts[1], init_device_mesh("cpu", (ranks,)), stage=stage)
+    for each, state in zip((models[1], opts[1]), saved):
+        each.load_state_dict(state)
+    found = []
+    for batch in (None, *rows[1:]):
+        for model, opt in zip(models, opts):
+            if batch:
+                cases.step_of(model, opt)(*batch)
+        one, shared = (cases.whole(model) for model in models)
+        found.append(max(float((shared[name].double() - p.double()).abs().max()) for name, p in one.items()))
+    return found
+
+
 def refusals(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,))
 
@@ -133,6 +160,7 @@ def everything(rank, ranks):
         if name in CAPTURED:
             found[name, "captured"] = cases.trained(rank, ranks, CAPTURED[name], Few, DOUBLE, optimizer, **how)
     found |= {("master", stage): cases.trained(rank, ranks, stage, Few, torch.bfloat16, MASTER) for stage in (0, 1, 3)}
+    found |= {("from one process", *how): from_one_process(rank, ranks, *how) for how in FROM_ONE}
     return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks),
             "moved master": moved(rank, ranks, torch.bfloat16, MASTER, "correction"),
             "low": low_precision.everything(rank, ranks)}
@@ -199,6 +227,12 @@ def test_master_copies_are_shared(pair):
     for rank, rows in zip(pair, (27, 15)):
         assert rank["master", 3]["resident"] == 2 * 27 + 10 * rows + 4 * 4
         assert rank["master", 1]["resident"] == 2 * 41 + 10 * rows + 4 * 4
+
+
+@pytest.mark.parametrize("how", FROM_ONE)
+def test_checkpoints_of_one_process_load(pair, how):
+    for rank in pair:
+        assert all(distance <= (0.02 if 8 in how else 1e-12) for distance in rank["from one process", *how])
 
 
 def test_refuses_by_name(pair):
