@@ -174,9 +174,18 @@ def dispatched_by_cpp() -> Any:
     return no_python_dispatcher()
 
 
-def fake_tensors() -> Any:
-    """A scope in which new tensors have shapes and no bytes."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """A scope in which new tensors have shapes and no bytes, and modules can be converted (`model.bfloat16()`)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo, swap = mode.fake_tensor_converter.meta_converter.tensor_memo, torch.utils.swap_tensors
+
+    def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+        memo.clear()  # it refers weakly to tensors that the mode has made, and PyTorch swaps none that is referred to
+        swap(a, b)
+
+    with mode, mock.patch.object(torch.utils, "swap_tensors", swap_tensors):
+        yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -96,6 +96,25 @@ def test_ranks_that_are_not_there_need_a_process_without_a_group(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_modules_are_converted_as_in_a_script(stage):
+    """To bfloat16, with a master copy: 2 bytes a parameter and 10 of a rank's part, or 12 of it; and the steps."""
+    with memopt.planned_ranks(8) as mesh:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)).bfloat16()
+        opt = memopt.optim.AdamW(model.parameters(), weight_bits=32)
+        memopt.shard_(model, opt, mesh, stage=stage)
+
+        def step(x):
+            model(x).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        held = memopt.explain(step, torch.randn(16, WIDTH).bfloat16(), zero=stage, lowering="eager").inputs
+    count = WIDTH * (WIDTH + 2)
+    kept = 12 * count // 8 if stage == 3 else 2 * count + 10 * count // 8
+    assert held["parameters"] + held["optimizer state"] == kept + 3 * 4
+
+
 def test_leaves_no_trace_behind():
     with memopt.planned_ranks(4):
         assert dist.get_world_size() == 4
