@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 
 from .compat_kernels import as_memopt_wants
+from .compat_trace import float32_precision
 
 __all__ = ["STORE", "compile_graph", "computed_again", "decompositions", "has_cpp_compiler", "has_triton",
            "joint_graph_passes", "kernels_in_background", "settings", "store", "warm_up"]
@@ -285,4 +286,5 @@ def settings() -> str:
     """All settings of the process that change the code that Inductor generates."""
     return repr((sorted(config.save_config_portable().items(), key=lambda item: item[0]),
                  torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
-                 torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled))
+                 [float32_precision(device, kind) for device in ("cpu", "cuda") for kind in ("matmul", "conv")],
+                 torch.backends.mkldnn.enabled))

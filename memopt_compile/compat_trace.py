@@ -31,6 +31,20 @@ from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verif
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+def float32_precision(device_type: str, kind: str) -> str:
+    """What the float32 operands of a "matmul" or a "conv" are rounded to on the type of device: "ieee" if they are not,
+    "tf32" or "bf16".
+
+    Of the names of torch 2.9, which see what was set by either API: of those before it, such as
+    `torch.get_float32_matmul_precision`, some raise once a name of 2.9 was set.
+    """
+    backends = torch.backends
+    libraries = ({"matmul": backends.cuda.matmul, "conv": backends.cudnn.conv} if device_type == "cuda" else
+                 {"matmul": backends.mkldnn.matmul, "conv": backends.mkldnn.conv})
+    found = libraries[kind].fp32_precision
+    return "ieee" if found == "none" else found
+
+
 def artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text into the structured log (`TORCH_TRACE`, tlparse); `text` runs only if it is on."""
     trace_structured(

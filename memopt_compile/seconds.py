@@ -2,9 +2,11 @@
 
     seconds = max(flops / (flops a second), bytes / (bytes a second)) + launch
 
-Flops are PyTorch's own count (`torch.utils.flop_counter`); bytes are those of operands and
-results. Such seconds compare plans with each other and are deterministic, so that equal steps get
-equal plans; they are no forecast of a clock. `timing` has those that were measured.
+Float32 products and convolutions on a GPU have the rate of TF32 where PyTorch is set up to compute them
+so: by default convolutions, and no products. Flops are PyTorch's own count
+(`torch.utils.flop_counter`); bytes are those of operands and results. Such seconds compare plans with
+each other and are deterministic, so that equal steps get equal plans; they are no forecast of a clock.
+`timing` has those that were measured.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from .compat_trace import hinted, pytree
+from .compat_trace import float32_precision, hinted, pytree
 from .step_graph import OPERATOR, aliased_args, is_collective, nbytes
 from .transfers import BEGINNINGS
 
@@ -24,26 +26,29 @@ from .transfers import BEGINNINGS
 @dataclass(frozen=True)
 class Rates:
     """What a device can do: `flops` by dtype and `bytes` a second, `launch` seconds an operator, and
-    `link` bytes a second to or from the host, or another rank."""
+    `link` bytes a second to or from the host, or another rank. `tf32` is in flops a second too; 0 if it has none."""
 
     name: str
     flops: dict[torch.dtype, float]
     bytes: float
     launch: float
     link: float
+    tf32: float = 0.0
 
 
-# Peak figures of the makers' datasheets, without sparsity; float32 of a GPU is that of TF32
-# where it has it, a link one direction of PCIe, generation 5 or 4 with 16 lanes. A launch is a few microseconds on any of them.
-H200 = Rates("H200", {torch.float64: 67e12, torch.float32: 494e12, torch.bfloat16: 989e12,
-                      torch.float16: 989e12}, 4.8e12, 3e-6, 64e9)  # NVIDIA H200 SXM
-H100 = Rates("H100", {**H200.flops}, 3.35e12, 3e-6, 64e9)  # NVIDIA H100 SXM
-A100 = Rates("A100", {torch.float64: 19.5e12, torch.float32: 156e12, torch.bfloat16: 312e12,
-                      torch.float16: 312e12}, 2.039e12, 3e-6, 32e9)  # NVIDIA A100 80GB SXM
+# Peak figures of the makers' datasheets, without sparsity, of tensor cores but for float32; a link is one direction
+# of PCIe, generation 5 or 4 with 16 lanes. A launch is a few microseconds on any of them.
+H200 = Rates("H200", {torch.float64: 67e12, torch.float32: 67e12, torch.bfloat16: 989e12,
+                      torch.float16: 989e12}, 4.8e12, 3e-6, 64e9, tf32=494e12)  # NVIDIA H200 SXM
+H100 = Rates("H100", {**H200.flops}, 3.35e12, 3e-6, 64e9, tf32=494e12)  # NVIDIA H100 SXM
+A100 = Rates("A100", {torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bfloat16: 312e12,
+                      torch.float16: 312e12}, 2.039e12, 3e-6, 32e9, tf32=156e12)  # NVIDIA A100 80GB SXM
 # A core with 256-bit vectors: 16 to 32 float32 operations a cycle and one channel of memory.
 CPU = Rates("CPU", {torch.float64: 20e9, torch.float32: 40e9, torch.bfloat16: 20e9,
                     torch.float16: 20e9}, 10e9, 1e-6, 10e9)
 GPUS = (H200, H100, A100)
+CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten._convolution, torch.ops.aten.convolution_backward,
+                torch.ops.aten.cudnn_convolution, torch.ops.aten.convolution_overrideable}
 
 
 def rates(device: torch.device | str) -> Rates:
@@ -64,6 +69,14 @@ def flops(node: fx.Node) -> int:
     if formula is not None:
         return hinted(formula(*args, **kwargs, out_val=value))
     return sum(hinted(v.numel()) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
+
+
+def in_tf32(node: fx.Node) -> bool:
+    """Whether PyTorch lets a GPU compute `node` in TF32: of float32, and what its settings name."""
+    packet = getattr(node.target, "overloadpacket", None)
+    kind = "conv" if packet in CONVOLUTIONS else "matmul"
+    return (packet in flop_registry and _dtype(node) == torch.float32
+            and float32_precision("cuda", kind) == "tf32")
 
 
 class Seconds(Protocol):
@@ -97,8 +110,8 @@ class Roofline:
         if node.target in BEGINNINGS or is_collective(node):
             return nbytes(node.meta.get("val")) / at.link + at.launch
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-        compute = flops(node) / at.flops.get(_dtype(node), at.flops[torch.float32])
-        return max(compute, moved / at.bytes) + at.launch
+        rate = at.tf32 if at.tf32 and in_tf32(node) else at.flops.get(_dtype(node), at.flops[torch.float32])
+        return max(flops(node) / rate, moved / at.bytes) + at.launch
 
 
 def roofline(device: torch.device | str) -> Roofline:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from .compat_trace import float32_precision
 from .devices import device_name
 
 log = logging.getLogger("memopt_compile")
@@ -45,7 +46,7 @@ def folder() -> Path:
 def setup(device: torch.device) -> dict[str, Any]:
     """Everything beside the call that its seconds depend on, as far as it can be known."""
     found = {"device": device_name(device), "torch": str(torch.__version__),
-             "float32_matmul_precision": torch.get_float32_matmul_precision(),
+             "float32": [float32_precision(device.type, kind) for kind in ("matmul", "conv")],
              "deterministic": torch.are_deterministic_algorithms_enabled()}
     if device.type == "cpu":
         found |= {"threads": torch.get_num_threads(),

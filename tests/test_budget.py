@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile import devices
@@ -257,6 +258,42 @@ def test_kept_on_inductor():
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
     for a, b in zip(parameters, got):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.inductor
+def test_gradients_on_inductor_are_those_without_a_budget_although_dropout_is_drawn_again():
+    """From its seeds, so that a mask is the one of forward. In float32, relative to the gradients' norms."""
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return x + F.dropout(F.gelu(self.up(x)), 0.3)
+
+    def gradients(budget):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), nn.Linear(32, 4))
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def step(x, y):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+        fast = memopt.compile(step, lowering="inductor", memory_budget=budget)
+        fast(torch.randn(512, 32), torch.randint(4, (512,)))
+        # The first momentum is the gradient.
+        return memopt.report(fast), [opt.state[p]["momentum_buffer"] for p in model.parameters()]
+
+    free, expected = gradients(None)
+    found, got = gradients(between(free, 0.9))
+    assert found.measured_peak_bytes <= found.budget_bytes
+    again = dict(next(p for p in found.passes if p.name == "recompute").op_changes)
+    assert any("inductor_random" in name and count > 0 for name, count in again.items())
+    for a, b in zip(expected, got):
+        assert (a - b).norm() <= 1e-6 * a.norm() > 0
 
 
 @settings(max_examples=3, deadline=None)

@@ -5,7 +5,8 @@
                                                   the smallest peak of a Llama-like stack
     python tests/coverage/budget.py --checkpoint [--compress int4]
                                                   against a checkpoint around every layer
-    python tests/coverage/budget.py --gradients [--only NAME ...] [--lowering eager]
+    python tests/coverage/budget.py --gradients [--only NAME ...] [--lowering eager] [--shares 0.95 0.5]
+                                    [--precisions float64 float32]
                                                   of one step, with and without a budget
 
 A budget is the step's resident bytes and a share of what it holds beyond them with no budget.
@@ -18,7 +19,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,9 +194,9 @@ def checkpoint(lowering: str, compress: str | None) -> None:
                            "budget, ms", "throughput"], tablefmt="github", disable_numparse=True))
 
 
-def gradients(names: list[str], lowering: str) -> None:
+def gradients(names: list[str], lowering: str, shares: Iterable[float], precisions: Sequence[str]) -> None:
     """Relative differences of gradients with a budget from those without, by their Euclidean norms, and of
-    both from those in float64 without one: how far rounding takes them."""
+    both from those of the first precision without one: of float64, how far rounding takes them."""
     def step_of(name: str, dtype: torch.dtype, budget: int | None) -> tuple[Any, dict[str, torch.Tensor]]:
         made = []
 
@@ -212,22 +213,23 @@ def gradients(names: list[str], lowering: str) -> None:
     table = []
     for name in names:
         exact: dict[str, torch.Tensor] = {}
-        for dtype in (torch.float64, torch.float32):
+        for precision in precisions:
+            dtype = getattr(torch, precision)
             free, expected = step_of(name, dtype, None)
             exact = exact or expected
-            for share in (0.95, 0.5):
+            for share in shares:
                 beyond = free.measured_peak_bytes - free.resident_bytes
                 try:
                     _, got = step_of(name, dtype, free.resident_bytes + int(share * beyond))
                 except memopt.InfeasibleBudget:
                     continue
                 other = [k for k, g in expected.items() if not torch.equal(g, got[k])]
-                table.append([name, str(dtype).removeprefix("torch."), f"{share:.2f}", f"{apart(got, expected):.1e}",
+                table.append([name, precision, f"{share:.2f}", f"{apart(got, expected):.1e}",
                               f"{len(other)} of {len(got)}", ", ".join(other[:2]),
                               f"{apart(expected, exact):.1e}", f"{apart(got, exact):.1e}"])
                 print(*table[-1], sep="\t", file=sys.stderr, flush=True)
     print(tabulate(table, ["model", "precision", "share", "largest difference", "not equal", "such as",
-                           "unbudgeted from float64", "budgeted from float64"],
+                           f"unbudgeted from {precisions[0]}", f"budgeted from {precisions[0]}"],
                    tablefmt="github", disable_numparse=True))
 
 
@@ -266,7 +268,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
+    parser.add_argument("--shares", nargs="*", type=float)
+    parser.add_argument("--precisions", nargs="*", default=("float64", "float32"), choices=("float64", "float32"))
     parser.add_argument("--least", action="store_true")
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     parser.add_argument("--checkpoint", action="store_true")
@@ -278,15 +281,15 @@ def main() -> None:
         (least if options.least else checkpoint)(options.lowering, options.compress)
         return
     if options.gradients:
-        gradients(options.only, options.lowering)
+        gradients(options.only, options.lowering, options.shares or (0.95, 0.5), options.precisions)
         return
     if options.one:
-        for row in rows(options.one, options.lowering, options.shares):
+        for row in rows(options.one, options.lowering, options.shares or SHARES):
             print("\t".join(row), flush=True)
         return
     table = []
     for found in in_processes(__file__, options.only, options.lowering,
-                              ["--shares", *map(str, options.shares)]):
+                              ["--shares", *map(str, options.shares or SHARES)]):
         table += found
         print(tabulate(found, HEAD, tablefmt="github", disable_numparse=True), flush=True)
     kept = [row[5] for row in table if row[2]]
