@@ -37,7 +37,7 @@ RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 3  # rungs, the budget's own among them: how much less it may need without being left out itself
-UNPLANNED = 8  # rungs: the same of the step without a plan, of which fusion makes most
+UNPLANNED = 6  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
