@@ -65,6 +65,7 @@ def compiler_available(device: torch.device | str = "cpu") -> bool:
 class _Compiled:
     run: Callable[[list], Any]
     source: str
+    kernels: compat_inductor.Kernels
 
 
 _cache: dict[tuple[str | None, str], _Compiled] = {}
@@ -81,7 +82,7 @@ class Lowered:
     """A boxed callable: takes the list of inputs, empties it, returns the tuple of outputs.
 
     ``called`` has one name for each call of a piece, ``compiled`` those that this lowering had
-    to compile.
+    to compile. `finish`, once, comes before the first call.
     """
 
     run: Callable[[list], tuple]
@@ -89,6 +90,7 @@ class Lowered:
     called: tuple[str, ...]
     compiled: tuple[str, ...]
     transient_peak_bytes: Callable[[], int]
+    finish: Callable[[], None]
 
     _boxed_call = True
 
@@ -100,8 +102,12 @@ class Lowered:
         return len(set(self.called))
 
 
-def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
-    """Compile the step's pieces and the program that calls them."""
+def lower(step: StepGraph, *, whole: bool = False, later: bool = False) -> Lowered:
+    """Compile the step's pieces and the program that calls them.
+
+    `later`: the C++ compiler, which takes most of the time, waits until `finish` is called: a program of which only
+    the peak is asked does without it.
+    """
     step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
         if any(map(is_transfer, step.computing())):
@@ -118,18 +124,32 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
     names: dict[Any, str] = {}
     bound: dict[str, _Compiled] = {}
     called, new = [], {}
-    with _kernels_in_background(step):
-        for part in parts:
-            name = names.setdefault(part.key or part, f"piece_{len(names)}")
-            called.append(name)
-            if name not in bound:
-                key = (part.key, settings)
-                if key not in _cache:
-                    new[name] = key
-                    store_between(part.graph)
-                    store_before_updates(part.graph)
-                bound[name] = _cache.get(key) or _Compiled(*compat_inductor.compile_graph(part.module()))
+    on_cpu = _on_cpu(step)
+    for part in parts:
+        name = names.setdefault(part.key or part, f"piece_{len(names)}")
+        called.append(name)
+        if name not in bound:
+            key = (part.key, settings)
+            if key not in _cache:
+                new[name] = key
+                store_between(part.graph)
+                store_before_updates(part.graph)
+            bound[name] = _cache.get(key) or _compiled(part, on_cpu, later)
     _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
+
+    def finish() -> None:
+        try:
+            for piece in bound.values():
+                piece.kernels.begin()
+            for piece in bound.values():
+                piece.kernels.finish()
+        except BaseException:  # what has no kernels may not be used again
+            for key in [key for key, piece in _cache.items() if piece in bound.values()]:
+                del _cache[key]
+            raise
+
+    if not later:
+        finish()
     text, objects = source(step, list(zip(called, parts)))
     run = _load(text, {**objects, **{name: c.run for name, c in bound.items()}})
     values = [n.meta["val"] for n in step.placeholders]
@@ -139,7 +159,7 @@ def lower(step: StepGraph, *, whole: bool = False) -> Lowered:
         dry = [{name: compat_dry_run.dry_call(c.source, b) for name, c in bound.items()} for b in branches]
         return max(_dry_peak(text, {**objects, **calls}, values) for calls in dry)
 
-    return Lowered(run, text, tuple(called), tuple(new), peak)
+    return Lowered(run, text, tuple(called), tuple(new), peak, finish)
 
 
 def predicted_transient_peak(lowered: Lowered) -> int:
@@ -148,11 +168,15 @@ def predicted_transient_peak(lowered: Lowered) -> int:
     return lowered.transient_peak_bytes()
 
 
-def _kernels_in_background(step: StepGraph) -> contextlib.AbstractContextManager:
-    """On a CPU only: Triton's kernels are wanted by Inductor as soon as a graph is lowered."""
-    cpu = all(v.device.type == "cpu" for n in step.placeholders
-              if isinstance(v := n.meta["val"], Tensor))
-    return compat_inductor.kernels_in_background() if cpu else contextlib.nullcontext()
+def _compiled(part: Piece, on_cpu: bool, later: bool) -> _Compiled:
+    """Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later."""
+    kernels = compat_inductor.Kernels()
+    with kernels.put_off(begin=not later) if on_cpu else contextlib.nullcontext():
+        return _Compiled(*compat_inductor.compile_graph(part.module()), kernels)
+
+
+def _on_cpu(step: StepGraph) -> bool:
+    return all(v.device.type == "cpu" for n in step.placeholders if isinstance(v := n.meta["val"], Tensor))
 
 
 # ------------------------------------------------------------------------ the program

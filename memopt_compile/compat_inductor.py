@@ -7,6 +7,7 @@ needs to pay. Tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
@@ -32,8 +33,8 @@ from torch.utils._triton import has_triton
 from .compat_kernels import as_memopt_wants
 from .compat_trace import float32_precision
 
-__all__ = ["STORE", "compile_graph", "computed_again", "decompositions", "has_cpp_compiler", "has_triton",
-           "joint_graph_passes", "kernels_in_background", "settings", "store", "warm_up"]
+__all__ = ["STORE", "Kernels", "compile_graph", "computed_again", "decompositions", "has_cpp_compiler", "has_triton",
+           "joint_graph_passes", "settings", "store", "warm_up"]
 
 
 def decompositions() -> dict[Any, Callable]:
@@ -62,29 +63,60 @@ def warm_up() -> None:
     threading.Thread(target=compile_one, daemon=True).start()
 
 
-@contextlib.contextmanager
-def kernels_in_background() -> Iterator[None]:
-    """Let the C++ compiler work while this thread lowers more graphs.
+class Kernels:
+    """C++ kernels of graphs that are lowered within `put_off`, for a compiler to begin with and to wait for.
 
-    Inductor waits for the kernels of a graph before it lowers the next one. Here it waits for all
-    of them on leaving; until then no compiled graph may be called.
+    Inductor waits for the kernels of a graph before it lowers the next one. Here that is left to `finish`; until
+    then no compiled graph may be called. A program that is only looked at needs none of them.
     """
-    thread, wait = threading.get_ident(), AsyncCompile.wait
-    put_off: list[tuple[Any, dict]] = []
 
-    def wait_later(self: Any, scope: dict) -> None:
-        if threading.get_ident() == thread:
-            put_off.append((self, scope))
-        else:
-            wait(self, scope)
+    def __init__(self) -> None:
+        self._later: list[_Kernel] = []
+        self._waiting: list[tuple[Any, dict]] = []
 
-    AsyncCompile.wait = wait_later
-    try:
-        yield
-    finally:
-        AsyncCompile.wait = wait
-    for compiler, scope in put_off:
-        wait(compiler, scope)
+    @contextlib.contextmanager
+    def put_off(self, begin: bool = True) -> Iterator[None]:
+        """With `begin` the C++ compiler works while this thread lowers more graphs, else it waits for `begin`."""
+        thread, cpp, wait = threading.get_ident(), AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+        def cpp_later(compiler: Any, *given: Any) -> Any:
+            if begin or threading.get_ident() != thread or get_compile_threads() <= 1:
+                return cpp(compiler, *given)
+            self._later.append(_Kernel(lambda: AsyncCompile.cpp_pybinding(compiler, *given)))
+            return self._later[-1]
+
+        def wait_later(compiler: Any, scope: dict) -> None:
+            if threading.get_ident() == thread:
+                self._waiting.append((compiler, scope))
+            else:
+                wait(compiler, scope)
+
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_later, wait_later
+        try:
+            yield
+        finally:
+            AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp, wait
+
+    def begin(self) -> None:
+        for kernel in self._later:
+            kernel.begin()
+
+    def finish(self) -> None:
+        self.begin()
+        while self._waiting:
+            compiler, scope = self._waiting.pop(0)
+            AsyncCompile.wait(compiler, scope)
+        self._later.clear()
+
+
+class _Kernel(CodeCacheFuture):
+    """What `compile` gives, a future itself, from when it is first asked to begin."""
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self.begin = functools.cache(compile)
+
+    def result(self, *given: Any, **more: Any) -> Any:
+        return self.begin().result(*given, **more)
 
 
 def joint_graph_passes(module: fx.GraphModule) -> fx.GraphModule:

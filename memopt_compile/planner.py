@@ -58,7 +58,7 @@ ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find out whether a limit can be kept at all
 RESOLUTION = 0.02  # of the smallest peak
 GAP = 0.005
-COARSE = 0.1  # the gap while positions are still missing
+COARSE = 0.1  # the gap for a first look, and for the smallest peak
 NODES = 100  # of the search tree for one solution
 SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
@@ -87,11 +87,11 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
     if max(problem.live, default=0) <= limit_bytes:
         return Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
     model, slack = _Model(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
-    rough = _nearest(model, limit_bytes, slack, COARSE)
-    if rough is None or rough.peak_bytes > limit_bytes:
-        return None
+    rough = _nearest(model, limit_bytes, slack, COARSE, 1)  # it is to say which positions are missing
+    if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit_bytes:
+        return rough
     fine = _nearest(model, limit_bytes, slack, GAP)
-    return fine if fine and fine.peak_bytes <= limit_bytes else rough
+    return next((each for each in (fine, rough) if each and each.peak_bytes <= limit_bytes), None)
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:

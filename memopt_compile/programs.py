@@ -3,6 +3,8 @@
 A plan is made for the schedule; what its lowering then needs is known exactly before anything runs.
 Where that is over the budget the step is planned again for less, by rungs of a ladder that is the same for
 all budgets: what a budget could take, a larger one comes by first, so that no smaller one has a faster step.
+Where lowering makes less of a schedule a larger budget may take what it leaves room for: so the ladder begins
+some rungs above the budget, or the smaller one would not come by and have more bytes and seconds than need be.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from .step_graph import Role, StepGraph, is_collective
 
 log = logging.getLogger("memopt_compile")
 RUNGS = 100  # that the transient peak of the captured step is divided in
-TRIES = 10  # for a step whose lowered peak is above the budget
-NEAR = 4  # rungs: how much the excess may be without one being left out
+TRIES = 12  # for a step whose lowered peak is above the budget
+NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
+ABOVE = 3  # rungs, the budget's own among them: how much less it may need without being left out itself
+UNPLANNED = 6  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -110,23 +114,37 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         return limit - (limit - resident) % rung
 
     smallest: tuple[Program, StepGraph, Timeline, tuple] | None = None
-    planned = limit if record.lowering == "eager" else down(limit)  # eager runs what is planned
+    if record.lowering == "eager":  # it runs what is planned
+        above, highest = 0, limit
+        planned = limit
+    else:
+        above, highest = ABOVE * rung, down(limit) + ABOVE * rung
+        unplanned = _unplanned_peak(captured, record, formats)
+        planned = unplanned if highest < unplanned <= limit + UNPLANNED * rung else highest
     for attempt in range(1 + TRIES):
         program = _program(captured, record, planned, formats)
         if program.peak_bytes <= limit:
             return program
         if smallest is None or program.peak_bytes < smallest[0].peak_bytes:
             smallest = program, record.step, record.after, record.passes
-        if not program.plan.fits if program.plan else record.after.peak_bytes > planned:
+        if planned <= highest and not (program.plan.fits if program.plan else record.after.peak_bytes <= planned):
             break  # no plan has less
         excess = program.peak_bytes - limit
         log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)
-        lower = min(planned, record.after.peak_bytes) - max(1, excess - NEAR * rung)
-        planned = down(lower) if attempt < TRIES - 1 else resident
+        lower = min(planned, record.after.peak_bytes) - max(1, excess - above - NEAR * rung)
+        planned = min(highest, down(lower)) if attempt < TRIES - 1 else resident
     program, record.step, record.after, record.passes = smallest
     record.predicted_peak_bytes = program.peak_bytes
     return program
+
+
+def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> int:
+    """Bytes that the schedule of `captured` needs if nothing is done for a budget."""
+    workspace = workspace_of(captured, record.lowering)
+    step, _ = pipelines.rewritten(captured, record.options, record.lowering, workspace, pipelines.ANY, record.device,
+                                  None, formats, record.heads)
+    return timeline(step, workspace).peak_bytes
 
 
 def _program(step: StepGraph, record: Compilation, limit: int | None,
@@ -159,7 +177,8 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
     """A boxed callable, and the bytes of its peak."""
     if record.lowering == "eager":
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
-    lowered = inductor.lower(step, whole=not record.options.pieces)
+    # With a budget this may be one try of several: kernels are for the one that is taken.
+    lowered = inductor.lower(step, whole=not record.options.pieces, later=record.options.memory_budget is not None)
     return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
 
 
@@ -176,8 +195,16 @@ def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[st
 
 
 def _measured(program: Program, record: Compilation) -> Program:
+    _finish(program)
     watching = program.watching and record.measured(program.watching)
     return replace(program, run=_with_arena(record.measured(program.run), record), watching=watching)
+
+
+def _finish(program: Program) -> None:
+    """Have the kernels of `program` compiled."""
+    for run in (program.run, program.watching):
+        if isinstance(run, inductor.Lowered):
+            run.finish()
 
 
 def _with_arena(run: Callable, record: Compilation) -> Callable:
@@ -201,7 +228,9 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
                             before=record.before, heads=record.heads, arena=record.arena)
         limit = record.budget_bytes or 0
-        record.exact = _with_arena(_within(limit, captured, exact).run, exact)
+        program = _within(limit, captured, exact)
+        _finish(program)
+        record.exact = _with_arena(program.run, exact)
         log.warning("%s: an activation is not finite, which few bits cannot hold: the step was taken back "
                     "and runs exactly, as all such steps will; its peak is then %s, the budget %s",
                     record.where, format_bytes(exact.predicted_peak_bytes or 0), format_bytes(limit))

@@ -40,11 +40,11 @@ def planned():
     return {}  # what the passes make of the step, by limit
 
 
-@pytest.mark.parametrize(("most", "by", "seed"), [(0.039, 1, 0), (0.039, 1, 3), (0.3, 9, 0)])
-def test_a_smaller_budget_has_no_faster_step(record, planned, most, by, seed):
-    """The lowered peak is above the schedule's by up to the share `most` of the transient bytes, at random."""
+def walks(record, planned, peak_of, percents):
+    """For each budget, in per cent of the transient bytes: the limit in bytes, the program and the lowered peaks that
+    were tried. `peak_of(schedule's peak)` stands for what lowering needs."""
     resident, beyond = record.before.resident_bytes, record.before.transient_peak_bytes
-    rewritten, tried, seconds = pipelines.rewritten, [], []
+    rewritten, tried = pipelines.rewritten, []
 
     def remembered(step, options, lowering, costs, limit, *rest):
         if limit not in planned:
@@ -52,21 +52,61 @@ def test_a_smaller_budget_has_no_faster_step(record, planned, most, by, seed):
         return planned[limit]
 
     def lowered(step, record):
-        peak = timeline(step, workspace(step, record.lowering)).peak_bytes
-        tried.append(peak + int(hashlib.sha256(b"%d%d" % (seed, peak)).digest()[0] / 255 * most * beyond))
+        tried.append(peak_of(timeline(step, workspace(step, record.lowering)).peak_bytes))
         return None, tried[-1]
 
     with (mock.patch.object(pipelines, "rewritten", remembered),
           mock.patch.object(programs, "_lowered", lowered)):
-        for percent in range(105, 60, -by):
-            limit, mine = resident + percent * beyond // 100, dataclasses.replace(record)
+        for percent in percents:
+            limit, mine = resident + int(percent * beyond / 100), dataclasses.replace(record)
             tried.clear()
             program = programs._within(limit, record.captured, mine)
             assert mine.predicted_peak_bytes == program.peak_bytes and mine.step.plan is program.plan
             assert len(tried) <= 1 + programs.TRIES
-            if program.peak_bytes <= limit:
-                assert program.peak_bytes == tried[-1]
-                seconds.append(program.plan.seconds if program.plan else 0.0)
-            else:
-                assert program.peak_bytes == min(tried) > limit
-    assert seconds[-1] > 0 and (seconds == sorted(seconds) or most > programs.NEAR / programs.RUNGS)
+            yield limit, program, list(tried)
+
+
+def share(seed, peak):
+    """A number from 0 to 1 that follows from `peak`."""
+    return hashlib.sha256(b"%d%d" % (seed, peak)).digest()[0] / 255
+
+
+def seconds(program):
+    return program.plan.seconds if program.plan else 0.0
+
+
+@pytest.mark.parametrize(("most", "by", "seed"), [(0.039, 1, 0), (0.039, 1, 3), (0.3, 9, 0)])
+def test_a_smaller_budget_has_no_faster_step(record, planned, most, by, seed):
+    """The lowered peak is above the schedule's by up to the share `most` of the transient bytes, at random."""
+    beyond, times = record.before.transient_peak_bytes, []
+    for limit, program, tried in walks(record, planned, lambda peak: peak + int(share(seed, peak) * most * beyond),
+                                       range(105, 60, -by)):
+        if program.peak_bytes <= limit:
+            assert program.peak_bytes == tried[-1]
+            times.append(seconds(program))
+        else:
+            assert program.peak_bytes == min(tried) > limit
+    assert times[-1] > 0 and (times == sorted(times) or most > programs.NEAR / programs.RUNGS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_lowering_makes_less_of_some_plans_a_smaller_budget_has_no_larger_peak(record, planned, seed):
+    """The lowered peak is from 2 hundredths of the transient bytes below the schedule's to 4 above, at random."""
+    rung = record.before.transient_peak_bytes // programs.RUNGS
+    less, more, times, peaks = programs.ABOVE - 1, programs.NEAR, [], []
+    for limit, program, _ in walks(
+            record, planned, lambda peak: peak + int(((less + more) * share(seed, peak) - less) * rung),
+            [p / 4 for p in range(420, 270, -1)]):
+        assert program.peak_bytes <= limit
+        times.append(seconds(program))
+        peaks.append(program.peak_bytes)
+    assert times == sorted(times) and times[-1] > 0 and peaks == sorted(peaks, reverse=True)
+
+
+def test_a_step_that_fits_once_lowered_has_no_plan(record, planned):
+    """Lowering makes 5 hundredths of the transient bytes less of the step's own schedule, and of no other."""
+    rung = record.before.transient_peak_bytes // programs.RUNGS
+    own = programs._unplanned_peak(record.captured, record, {})
+    for limit, program, tried in walks(record, planned, lambda peak: peak - 5 * rung * (peak == own), (105, 97, 96, 94, 92)):
+        assert (program.plan is None) == (limit >= own - 5 * rung)
+        assert program.peak_bytes == tried[-1] <= limit

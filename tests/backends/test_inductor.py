@@ -240,6 +240,29 @@ def test_kernels_that_fail_to_compile_are_not_kept(monkeypatch):
     assert inductor.lower(training(1)).compiled  # compiled anew
 
 
+def test_a_program_of_which_only_the_peak_is_asked_needs_no_compiler(four, monkeypatch):
+    inductor.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "cpp_pybinding", lambda *given: pytest.fail("the compiler was called"))
+        lowered = inductor.lower(four[0], later=True)
+        peak = inductor.predicted_transient_peak(lowered)
+    assert peak == inductor.predicted_transient_peak(four[1])
+    assert lowered.source == four[1].source and lowered.compiled
+    lowered.finish()
+    assert equal(run(lowered, 4), run(four[1], 4))
+
+
+def test_kernels_that_fail_later_are_not_kept(four, monkeypatch):
+    inductor.forget()
+    lowered = inductor.lower(four[0], later=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "cpp_pybinding", mock.Mock(side_effect=RuntimeError("g++ says no")))
+        inductor.lower(four[0], later=True)  # of pieces that are there
+        with pytest.raises(RuntimeError, match="g\\+\\+ says no"):
+            lowered.finish()
+    assert len(inductor.lower(four[0]).compiled) == four[1].distinct
+
+
 def test_a_dry_run_reads_no_number_for_a_triton_kernel():
     source = ("def call(args):\n    x, = args\n    buf = empty_strided_cpu((3,), (1,), torch.float32)\n"
               "    kernel.run(buf, x.item(), 3, stream=stream0)\n    return (buf,)\n")

@@ -26,7 +26,7 @@ class _Found(Exception):
 
 def problem(name: str, compress: str | None) -> tuple[Problem, Any]:
     """What the planner is asked about the step of a model, and the groups of its operators."""
-    def asked(found: Problem, limit: int, groups: Any) -> None:
+    def asked(found: Problem, limit: int, groups: Any, at_most: float) -> None:
         raise _Found(found, groups)
 
     step, batch, _ = budget.make_step(name)
