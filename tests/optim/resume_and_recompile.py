@@ -1,6 +1,6 @@
 """Graphs that 12 steps of a schedule take, and whether training goes on bit by bit from a checkpoint.
 
-    python tests/optim/resume_and_recompile.py [--lowering eager|inductor|none] [--only NAME ...] [--bits 32 16 8 4]
+    python tests/optim/resume_and_recompile.py [--lowering eager|inductor|none] [--only NAME ...] [--bits 8 4]
 
 A model with dropout is trained for 12 steps, and a checkpoint of model, optimizer, schedule and random state
 is written after the 6th. New objects, compiled anew, take it up and go on for 6. Compared are the bits of
@@ -126,10 +126,11 @@ def main() -> None:
     parser.add_argument("--lowering", choices=("eager", "inductor", "none"), default="eager")
     parser.add_argument("--only", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--bits", nargs="+", type=int, default=[32, 16, 8, 4])
+    parser.add_argument("--weight-bits", nargs="*", type=int, default=[16, 24], help="with states of 8 bits")
     given = parser.parse_args()
     lowering = None if given.lowering == "none" else given.lowering
     print(f"lowering: {given.lowering}; graphs in 12 steps, and what is not the same after a restart")
-    widths = [(bits, None) for bits in given.bits] + [(8, 16), (8, 24)]
+    widths = [(bits, None) for bits in given.bits] + [(8, bits) for bits in given.weight_bits]
     for name in given.only:
         for bits, weight_bits in widths:
             found = []
