@@ -88,9 +88,10 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
     """Change parameter and states in place."""
     optimizer, p, group = subject(parameter, state, method, keys, values, numbers, layout, dtype)
     formats = optimizer.formats(p, group)
-    if p.numel() % optimizer.block(p, group) and any(isinstance(form, Factored) for form in formats.values()):
+    zeros_count = p.numel() % optimizer.block(p, group) and any(isinstance(form, Factored) for form in formats.values())
+    if zeros_count or not optimizer.elementwise:  # in means, of blocks or of all rows and columns
         change(parameter, grad, state, method, names, keys, values, numbers, layout, dtype)
-        return  # zeros would count in the means
+        return
     kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), formats)
     given = [*(t.view(-1) if t.dim() else t for t in parameter), *(g.reshape(-1) for g in grad), *state]
     block, count = optimizer.block(p, group), p.numel()

@@ -9,6 +9,9 @@ residual network each sum reads the one before it, which backward needs again mu
 2. It, and what it is computed from, must fuse into a reader (`ordering.fuses`), back to values that are
    alive at the late reader anyway and that nothing has overwritten since.
 3. A split that lowers the predicted peak stays, another is taken back. Then comes the next peak.
+4. Splits that together save less than a 1024th of the peak are taken back: beside another peak as high, kernels
+   run twice for nothing, and a value that is held again may take the place of what `reuse_buffers` would
+   have written into.
 
 Before:  r = relu(s); t = add(r, c); b = conv_backward(g, t); d = conv_backward(b, r)
 After:   r = relu(s); t = add(r, c); b = conv_backward(g, t); r' = relu(s); d = conv_backward(b, r')
@@ -19,6 +22,7 @@ Memory: the peak falls, or nothing changes. Numbers: bit for bit the same operat
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +35,7 @@ from memopt_compile.step_graph import StepGraph, mutated_args, storage_roots
 from memopt_compile.step_pass import StepPass
 
 SMALL = 64
+LITTLE = 1024
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,25 @@ class SplitLiveRanges(StepPass):
     most: int = 64
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        for _ in range(self.most):
-            live = _Live(step, costs or no_workspace)
-            if not any(_split(step, live, value) for value in live.across_the_peak()):
-                return
+        live = first = _Live(step, costs or no_workspace)
+        made: list[Callable[[], None]] = []
+        while len(made) < self.most:
+            undo = next(filter(None, (_split(step, live, value) for value in live.across_the_peak())), None)
+            if undo is None:
+                break
+            made.append(undo)
+            live = _Live(step, live.workspace)
+        if first.peak_bytes - live.peak_bytes < first.peak_bytes / LITTLE:  # rule 4
+            for undo in reversed(made):
+                undo()
 
 
-def _split(step: StepGraph, live: _Live, value: fx.Node) -> bool:
-    """Rule 3."""
+def _split(step: StepGraph, live: _Live, value: fx.Node) -> Callable[[], None] | None:
+    """Rule 3: how to take the split back, None where it was not worth it."""
     when = live.next_touch(value)
     again = live.to_compute_again(value, when)
     if again is None:
-        return False
+        return None
     copies: dict[fx.Node, fx.Node] = {}
     for node in again:
         with step.graph.inserting_before(live.order[when]):
@@ -62,13 +74,17 @@ def _split(step: StepGraph, live: _Live, value: fx.Node) -> bool:
              if read in copies and value in live.roots[read]]
     for reader, read in moved:
         reader.replace_input_with(read, copies[read])
+
+    def undo() -> None:
+        for reader, read in moved:
+            reader.replace_input_with(copies[read], read)
+        for copy in reversed(copies.values()):
+            step.erase(copy)
+
     if max(live_bytes(list(step.computing()), lifetimes(step.graph), live.workspace)) < live.peak_bytes:
-        return True
-    for reader, read in moved:
-        reader.replace_input_with(copies[read], read)
-    for copy in reversed(copies.values()):
-        step.erase(copy)
-    return False
+        return undo
+    undo()
+    return None
 
 
 class _Live:

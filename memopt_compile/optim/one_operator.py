@@ -4,7 +4,8 @@ In few bits is the parameter, or its states. Captured as operators of their own,
 encoding of an update hold several arrays of the parameter's size in full precision. In one operator they
 go through it a slab at a time, as in eager: its body is the eager code, on copies that are its results,
 so that captured steps write eager's codes. `memopt::quantized_update_` needs no copies: see the pass
-`update_in_place`. It holds a few slabs, whatever the size.
+`update_in_place`. It holds a few slabs, whatever the size. CAME's update is one too, unless ranks share its
+parameters: the means of its rows and columns are then collectives of the step.
 
 An operator takes tensors and plain numbers. A method is named by its class and itself, and has the
 signature ``(p, grad, state, group)``; settings that are tensors go beside the others, and so does the
@@ -13,6 +14,7 @@ count of steps, which no method changes.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +29,8 @@ from .low_bit import DRAWS, GRADIENT, OF_STATES
 ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
 STEP = "step"
-INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed")
+INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed", "factor_dims")
+SEVERAL = ("betas", "eps", "factor_dims")  # numbers, or a word
 BITS = (8, 4, 1)  # of states: those of more would be copied whole
 
 
@@ -38,8 +41,9 @@ def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
     if (not torch.compiler.is_compiling() or group["state_bits"] not in BITS or getattr(optimizer, "ranks", 1) != 1
             or type(optimizer).__module__.rpartition(".")[0] != __package__):
         return False
-    return isinstance(p, LowPrecisionTensor) or (optimizer.elementwise and p.device.type == "cpu"
-                                                 and p.is_contiguous() and bool(optimizer.formats(p, group)))
+    return isinstance(p, LowPrecisionTensor) or (
+        (optimizer.elementwise or optimizer.shards.ranks == 1) and p.device.type == "cpu" and p.is_contiguous()
+        and bool(optimizer.formats(p, group)))
 
 
 def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: dict[str, Any],
@@ -53,10 +57,12 @@ def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: di
              and (changes or name not in (*KEPT, STEP))]
     keys, values, numbers = [], [], []
     for name, value in [*group.items(), (STEP, state.get(STEP))]:
-        for number in value if name == "betas" else [value]:
+        for number in value if name in SEVERAL and isinstance(value, (tuple, list)) else [value]:
             if isinstance(number, Tensor):
                 keys.append(f"{name}*")
                 numbers.append(number)
+            elif isinstance(number, str) and name in SEVERAL:
+                keys.append(f"{name}={number}")
             elif isinstance(number, (bool, int, float)):
                 keys.append(name)
                 values.append(float(number))
@@ -117,13 +123,14 @@ def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys
 
 
 def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Tensor]) -> dict[str, Any]:
-    """The group again, with 0 and 1 for flags, which is as good. A key with * has a tensor."""
-    group: dict[str, Any] = {"weight_bits": None}
-    plain, tensors = iter(values), iter(numbers)
-    for key in keys:
-        number, name = next(tensors if key[-1] == "*" else plain), key.rstrip("*")
-        number = int(number) if name in INTEGERS else number
-        group[name] = (*group.get(name, ()), number) if name == "betas" else number
+    """The group again, with 0 and 1 for flags, which is as good. A key with * has a tensor, one with = a word,
+    and one that comes again has several."""
+    group: dict[str, Any] = {"weight_bits": None, "factor_dims": None}
+    plain, tensors, every = iter(values), iter(numbers), [re.split("[*=]", key)[0] for key in keys]
+    for name, key in zip(every, keys):
+        number = key.partition("=")[2] or next(tensors if key[-1] == "*" else plain)
+        number = int(number) if name in INTEGERS and not isinstance(number, str) else number
+        group[name] = (*(group.get(name) or ()), number) if every.count(name) > 1 else number
     return group
 
 

@@ -34,14 +34,19 @@ optim = memopt.optim
 
 @dataclass(frozen=True)
 class Way:
-    """An optimizer and the number of micro-batches that its mini-batch comes in."""
+    """An optimizer, the number of micro-batches that its mini-batch comes in, and the type of the parameters."""
 
     make: Callable[[Iterable], torch.optim.Optimizer]
     micro_batches: int = 1
+    dtype: torch.dtype = torch.float32
 
 
 def adama(n: int, **settings: Any) -> Way:
     return Way(partial(optim.AdamA, **settings), n)
+
+
+def bfloat16(make: Callable, **settings: Any) -> Way:
+    return Way(partial(make, **settings), dtype=torch.bfloat16)
 
 
 WAYS = {
@@ -58,6 +63,8 @@ WAYS = {
     "CAME, 1 bit": Way(partial(optim.CAME, state_bits=1)),
     **{f"CAME, β₃ = {beta}": Way(partial(optim.CAME, betas=(0.9, 0.999, beta))) for beta in (0.99, 0.999)},
     "Adafactor": Way(optim.Adafactor),
+    **{f"{name}, bfloat16, weight_bits={bits}": bfloat16(getattr(optim, name), weight_bits=bits)
+       for name in ("AdamW", "CAME") for bits in (None, 16, 24)},
 }
 # The best of a grid of factors of 2, one seed (100): docs/results/optimizers.md has the grids.
 RATES = {"gpt": {"AdamW": 4e-3, "AdamA": 4e-3, "CAME": 2.5e-4, "Adafactor": 8e-2}, "resnet": {"CAME": 1e-3, "Adafactor": 1e-2}}
@@ -82,7 +89,7 @@ def gpt() -> Task:
     return Task(
         lambda: GPT(GPTConfig(len(alphabet), 4, 128, 4, 64)),
         lambda g: random_batch(ids, 16, 64, g),
-        lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        lambda model, x, y: F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()),
         [random_batch(rest, 64, 64, generator) for _ in range(8)], 2e-3, 400,
         {"weight_decay": 0.1})
 
@@ -101,7 +108,7 @@ def resnet() -> Task:
 def train(task: Task, way: Way, seed: int, rate: float, every: int) -> list[float]:
     """Losses on held-out data after every `every` steps."""
     torch.manual_seed(seed)
-    model = task.build()
+    model = task.build().to(way.dtype)
     opt = way.make(model.parameters(), lr=rate, **task.settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         opt, lambda i: min(1.0, (i + 1) / 20) * (1 - 0.9 * i / task.steps))

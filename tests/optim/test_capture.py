@@ -15,6 +15,7 @@ from training import MAKERS
 sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
 from harness import largest_difference, train
 from loops import Loop, loop, mlp, plain
+from temporaries import captured_bytes
 
 import memopt_compile as memopt
 from memopt_compile import driver
@@ -134,6 +135,12 @@ def test_not_finite_gradients_are_skipped(name):
             float("nan") if i in (0, 4) else 1.0),))
 
     in_one_graph(build)
+
+
+def test_one_array_beside_the_state():
+    """The gradient is made once: `split_live_ranges` would make it twice, to save 8 bytes."""
+    p = nn.Parameter(torch.randn(256, 256))
+    assert captured_bytes(p, memopt.optim.AdamW([p]), "eager") <= p.nbytes + 64
 
 
 def test_hooks_that_fold_are_left_to_eager():

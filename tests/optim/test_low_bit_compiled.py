@@ -1,4 +1,4 @@
-"""Captured updates with moments in few bits that are no single operator: CAME's, those of parameters that are not
+"""Captured updates with moments in few bits that no kernel goes through: CAME's, those of parameters that are not
 contiguous, and a user's own. Inductor gets through them, and they store eager's codes."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memopt_compile as memopt
+from memopt_compile.optim import slabs
 from memopt_compile.optim.base import Optimizer
 from memopt_compile.quantization.operators import (
     DECODE,
@@ -43,14 +44,21 @@ def linear():
     return nn.Linear(64, 64, bias=False, dtype=torch.float64)
 
 
+def convolution():
+    return nn.Sequential(nn.Unflatten(1, (16, 2, 2)), nn.Conv2d(16, 256, 1, dtype=torch.float64))
+
+
 def channels_last():
-    model = nn.Sequential(nn.Unflatten(1, (16, 2, 2)), nn.Conv2d(16, 256, 1, dtype=torch.float64))
-    return model.to(memory_format=torch.channels_last)
+    return convolution().to(memory_format=torch.channels_last)
 
 
 CASES = {
     "CAME 8": (linear, lambda p: optim.CAME(p, lr=0.01, state_bits=8)),
     "CAME 4": (linear, lambda p: optim.CAME(p, lr=0.01, state_bits=4)),
+    "CAME 1": (linear, lambda p: optim.CAME(p, lr=0.01, state_bits=1)),
+    "CAME auto": (convolution, lambda p: optim.CAME(p, lr=0.01, state_bits=8, factor_dims="auto")),
+    "CAME dims": (convolution, lambda p: optim.CAME(p, lr=0.01, state_bits=8, factor_dims=(0, 1))),
+    "CAME channels last": (channels_last, lambda p: optim.CAME(p, lr=0.01, state_bits=8, factor_dims=(0, 1))),
     "channels last": (channels_last, lambda p: optim.AdamW(p, lr=0.01, state_bits=8)),
     "own": (linear, lambda p: SignSGD(p, lr=0.01, state_bits=8)),
 }
@@ -92,6 +100,27 @@ def test_equals_eager(case, lowering):
             assert torch.equal(got, expected)
         else:
             assert torch.allclose(got, expected, rtol=1e-6, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight_bits", [16, 24])
+def test_came_holds_a_gradient_and_slabs(monkeypatch, weight_bits):
+    monkeypatch.setattr(slabs, "ELEMENTS", 1 << 12)
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).bfloat16()
+    opt = optim.CAME(model.parameters(), lr=0.01, state_bits=8, weight_bits=weight_bits, micro_batches=2)
+
+    def step(x):
+        for some, in memopt.micro_batches(2, x):
+            (model(some).float().square().mean() / 2).backward()
+            opt.accumulate()
+        opt.step()
+
+    run = memopt.compile(step, lowering="eager")
+    for _ in range(2):
+        run(torch.randn(2, 512).bfloat16())
+    found = memopt.report(run)
+    assert found.measured_peak_bytes - found.resident_bytes <= 2 * 512**2 + 16 * 4 * slabs.ELEMENTS
+    assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
