@@ -296,6 +296,35 @@ def test_gradients_on_inductor_are_those_without_a_budget_although_dropout_is_dr
         assert (a - b).norm() <= 1e-6 * a.norm() > 0
 
 
+@pytest.mark.parametrize("compress", [None, "int4"])
+def test_tensors_without_elements(compress):
+    """Activations, a parameter and a dropout of none, in a step that compresses and computes again."""
+    def trained(budget, compress):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 256),
+                              nn.GELU(), nn.Linear(256, 64))
+        last, none = nn.Linear(64, 8), nn.Parameter(torch.zeros(0, 64))
+        opt = torch.optim.AdamW([*model.parameters(), *last.parameters(), none])
+
+        def step(x):
+            hidden = model(x)
+            nothing = F.gelu(last(hidden[:0])), F.gelu(torch.cat([none, none])), F.dropout(hidden[:, :0], 0.5)
+            loss = hidden.square().mean() + sum(each.sum() for each in nothing)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        fast = memopt.compile(step, lowering="eager", memory_budget=budget, compress=compress)
+        x = torch.randn(512, 64)
+        return [float(fast(x)) for _ in range(3)], memopt.report(fast)
+
+    (expected, free), (losses, report) = trained(None, None), trained(0.65, compress)
+    assert free.kind == report.kind == "step" and report.measured_peak_bytes <= report.budget_bytes
+    assert losses == expected if compress is None else losses == pytest.approx(expected, rel=1e-3)
+
+
 @settings(max_examples=3, deadline=None)
 @given(share=st.floats(0.55, 0.95))
 def test_any_budget_is_kept_or_refused(share):
