@@ -93,7 +93,8 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
         change(parameter, grad, state, method, names, keys, values, numbers, layout, dtype)
         return
     kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), formats)
-    given = [*(t.view(-1) if t.dim() else t for t in parameter), *(g.reshape(-1) for g in grad), *state]
+    flat, states = ([t.view(-1) if t.dim() else t for t in tensors] for tensors in (parameter, state))
+    given = [*flat, *(g.reshape(-1) for g in grad), *states]
     block, count = optimizer.block(p, group), p.numel()
     length = max(1, (ELEMENTS if count < LARGE else OF_LARGE) // block) * block
     kernel = _kernel((method, names, keys, tuple(values)), tuple(layout[:3]), dtype, length,
