@@ -18,12 +18,11 @@ MATMUL, CONV = torch.backends.cuda.matmul, torch.backends.cudnn.conv
 @pytest.fixture(autouse=True)
 def settings():
     """What a test sets is undone, so that either API reads as before."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, MATMUL.fp32_precision
+    before = torch.get_float32_matmul_precision(), MATMUL.fp32_precision
     yield
-    MATMUL.fp32_precision = before[2]
+    MATMUL.fp32_precision = before[1]
     torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
-    assert before[:2] == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    assert before[0] == torch.get_float32_matmul_precision()
 
 
 def operators(dtype=torch.float32):
@@ -63,8 +62,9 @@ def test_products_by_the_older_names(nodes, precision, tf32):
 
 
 def test_convolutions_by_the_older_names(nodes):
-    torch.backends.cudnn.allow_tf32 = False
-    assert rate(A100, nodes["convolution"]) == pytest.approx(A100.flops[torch.float32])
+    # (Other tests import what forbids to set the flag itself.)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert rate(A100, nodes["convolution"]) == pytest.approx(A100.flops[torch.float32])
 
 
 def test_by_the_newer_names(nodes):

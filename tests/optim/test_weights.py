@@ -16,7 +16,7 @@ from memopt_compile import optim
 from memopt_compile.errors import OptimizerError
 from memopt_compile.optim import slabs
 from memopt_compile.optim.low_bit import CORRECTION, read_weight
-from memopt_compile.quantization.rounding import LOW, Rounded, joined, split
+from memopt_compile.quantization.rounding import LOW, Rounded, from_bytes, joined, split
 
 SHAPES = [(80, 60), (9, 1000), (7,), (4, 3, 3, 3), ()]
 MAKERS = {
@@ -221,7 +221,14 @@ def test_captured_whole(name, state_bits, bits):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
         return plain(model, opt, after=lambda i: schedule.step())
 
-    in_one_graph(build, torch.bfloat16, 0.1)
+    def with_masters(result):
+        """Bytes of a correction are no numbers to compare: next to a carry they are far apart."""
+        for weight, state in zip(result["state"][0].values(), result["optimizers"][0].values()):
+            if CORRECTION in state:
+                state[CORRECTION] = joined(weight, from_bytes(state[CORRECTION]))
+        return result
+
+    in_one_graph(build, torch.bfloat16, 0.1, seen=with_masters)
 
 
 def test_refuses_other_widths():
