@@ -274,7 +274,7 @@ def test_gradients_on_inductor_are_those_without_a_budget_although_dropout_is_dr
     def gradients(budget):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block(), nn.Linear(32, 4))
+        model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))
         opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
         def step(x, y):
@@ -288,7 +288,7 @@ def test_gradients_on_inductor_are_those_without_a_budget_although_dropout_is_dr
         return memopt.report(fast), [opt.state[p]["momentum_buffer"] for p in model.parameters()]
 
     free, expected = gradients(None)
-    found, got = gradients(between(free, 0.9))
+    found, got = gradients(between(free, 0.6))
     assert found.measured_peak_bytes <= found.budget_bytes
     again = dict(next(p for p in found.passes if p.name == "recompute").op_changes)
     assert any("inductor_random" in name and count > 0 for name, count in again.items())
