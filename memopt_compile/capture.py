@@ -127,7 +127,7 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
     if name == "step":
         return _traced_step(self, tx)
     if name == "accumulate":  # folds gradients into the state before any step (AdamA)
-        optimizer_capture.make_state(optimizer, tx)
+        _noted(optimizer, tx)
     if name == "_init_group" and hasattr(optimizer, "_init_group"):
         return compat.UserMethodVariable(compat.undisabled(type(optimizer)._init_group), self)
     # Past OptimizerVariable, which would make `capturable` true and its parameters static.
@@ -148,14 +148,20 @@ def _traced_step(self: Any, tx: Any) -> Any:
     if compat.global_optimizer_hooks():
         compat_breaks.break_graph("global optimizer hooks", "they are not part of the step",
                            "register the hook on the optimizer itself")
-    optimizer_capture.make_state(optimizer, tx)
-    notes = _notes_of(tx)
-    notes.optimizers.append(optimizer)
+    notes = _noted(optimizer, tx)
     notes.refusal = notes.refusal or notes.folds and folding.refusal(optimizer) or None
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
         optimizer._opt_called = True  # what a scheduler's wrapper of `step` records
     update = compat.VariableTracker.build(tx, optimizer_capture.own_step(optimizer))
     return _BoundStep(self, update, source=compat.attribute_source(self, "step"))
+
+
+def _noted(optimizer: Any, tx: Any) -> Notes:
+    optimizer_capture.make_state(optimizer, tx)
+    notes = _notes_of(tx)
+    if all(known is not optimizer for known in notes.optimizers):
+        notes.optimizers.append(optimizer)
+    return notes
 
 
 class _BoundStep(compat.VariableTracker):
@@ -233,11 +239,17 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
     name = compat.source_name(self.source)
     if ".param_groups[" not in name or not math.isfinite(value):
         return original(self, value)
-    if not (name.endswith("['lr']") or compat.changes(self, value)):
+    will = name.endswith("['lr']") or name.endswith(("['momentum']", "['betas'][0]")) and _cycles_momentum()
+    if not (will or compat.changes(self, value)):
         return original(self, value)
     number = compat.number_input(self, value)
     _notes.numbers[number.as_proxy().node] = (self.get_source(), value)
     return number
+
+
+def _cycles_momentum() -> bool:
+    """Whether a scheduler of torch's moves a momentum: CyclicLR and OneCycleLR leave their bounds in the groups."""
+    return any("max_momentum" in group for optimizer in _notes.optimizers for group in optimizer.param_groups)
 
 
 def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
