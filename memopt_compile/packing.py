@@ -19,6 +19,7 @@ from .transfers import FROM_HOST, HOST, TO_HOST
 
 SMALLEST = 4096  # bytes: less is not worth two operators
 LARGEST = 0.6  # of the value: more is not worth it either
+LARGEST_INT4 = 0.3  # likewise; kept columns and groups that are not full come to more where rows are few
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
                max_error: float | None = None,
                instead: Mapping[str, str] = MappingProxyType({})) -> dict[fx.Node, tuple[Packed, ...]]:
     """For each activation the formats that make it smaller by enough, up to this error; in place of
-    "int4 outliers" what its name has in `instead`."""
+    "int4 outliers" what its name has in `instead`, and in place of a kind of "int4" that is too large "int4" itself."""
     most = 1.0 if max_error is None else max_error
 
     def offered(node: fx.Node, forms: tuple[str, ...]) -> dict[str, None]:
@@ -56,7 +57,9 @@ def candidates(found: Sensitivity, seconds: Callable[[fx.Node], float],
         sizes = (*value.shape, *value.stride())
         key = form, value.dtype, value.device, nbytes(value), sizes if all(type(n) is int for n in sizes) else node
         if key not in known:
-            known[key] = _packed(node, form, seconds)
+            made = _packed(node, form, seconds)
+            large = form.startswith("int4 ") and made.nbytes > LARGEST_INT4 * nbytes(value)
+            known[key] = packed(node, "int4") if large else made
         return known[key]
 
     made = {node: tuple(packed(node, form) for form in offered(node, forms) if FORMATS[form].error <= most)

@@ -19,13 +19,14 @@ from torch import nn
 from memopt_compile.backends import eager, inductor
 from memopt_compile.liveness import timeline
 from memopt_compile.memory_plan import MemoryPlan
+from memopt_compile.packing import candidates
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.rematerialization import Means
-from memopt_compile.sensitivity import Use, sensitivity
+from memopt_compile.sensitivity import Sensitivity, Use, sensitivity
 from memopt_compile.step_graph import Phase
 
 CPU = torch.device("cpu")
@@ -210,6 +211,21 @@ def test_formats_follow_from_the_graph():
     assert found.formats[named["_softmax"]] == ("int8", "int4 offset")
     assert found.formats[named["gt"]] == ("1-bit mask",)
     assert sensitivity(step, None).formats[named["_softmax"]] == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("form", "rows", "taken"), [
+    ("int4 outliers", 256, "int4 outliers"), ("int4 outliers", 2, "int4"), ("int4 channels", 256, "int4 channels"),
+    ("int4 channels", 130, "int4"), ("int4 offset", 2, "int4 offset")])
+def test_four_bits_are_at_most_0_3_of_the_bytes(form, rows, taken, dtype):
+    """Places of outlier columns, and groups of a column's rows that are not full, are more where rows are few."""
+    node = torch.fx.Graph().placeholder("hidden")
+    node.meta["val"] = torch.empty(rows, 1100, dtype=dtype, device="meta")
+    found = candidates(Sensitivity(formats={node: (form,)}), lambda node: 0.0)
+    ((packed,),) = found.values()
+    assert packed.nbytes <= 0.3 * node.meta["val"].nbytes
+    small = (form, dtype) == ("int4 outliers", torch.float32) or (form, rows, dtype) == ("int4 channels", 130, torch.float32)
+    assert packed.form == (form if small else taken)
 
 
 def test_what_a_metric_reads_behind_backward_stays_exact():
