@@ -8,7 +8,8 @@ tokens, Adam. Nothing is allocated: two depths are planned on fake tensors and g
 plans one depth whole besides, and prints both peaks.
 
 "ordinary" is full precision with all gradients there before the update, as without a compiler; "LPMM's formats" are
-parameters, gradients and both moments in 8 bits; "checkpoints" keep of a layer only what goes in.
+parameters, gradients and both moments in 8 bits; memopt has no gradients, and moments of 8 or 4 bits; "checkpoints"
+keep of a layer only what goes in.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from memopt_compile.explaining import planned
 from memopt_compile.step_graph import Phase
 
 GIB, LENGTH, WIDTH, LAYERS, HEAD = 11, 128, 1024, 24, 64
-WAYS = {  # bits of parameters and states; gradients are all there before the update, in so many bits; checkpoints
-    "full precision, ordinary": (32, 32, False),
-    "full precision, ordinary, checkpoints": (32, 32, True),
-    "LPMM's formats": (8, 8, False),
-    "LPMM's formats, checkpoints": (8, 8, True),
-    "memopt 8/-/8/8": (8, None, False),
-    "memopt 8/-/8/8, checkpoints": (8, None, True),
+WAYS = {  # bits of parameters and of states; gradients are all there before the update, in so many bits; checkpoints
+    "full precision, ordinary": (32, 32, 32, False),
+    "full precision, ordinary, checkpoints": (32, 32, 32, True),
+    "LPMM's formats": (8, 8, 8, False),
+    "LPMM's formats, checkpoints": (8, 8, 8, True),
+    "memopt 8/-/8/8": (8, 8, None, False),
+    "memopt 8/-/8/8, checkpoints": (8, 8, None, True),
+    "memopt 8/-/4/4": (8, 4, None, False),
+    "memopt 8/-/4/4, checkpoints": (8, 4, None, True),
 }
 
 
@@ -50,7 +53,7 @@ def parameters(width: int, layers: int) -> int:
 
 
 def maker(way: str, width: int) -> Callable[[int], tuple]:
-    bits, gradient_bits, checkpoints = WAYS[way]
+    bits, state_bits, gradient_bits, checkpoints = WAYS[way]
 
     def make(layers: int) -> tuple:
         torch._dynamo.reset()
@@ -62,7 +65,7 @@ def maker(way: str, width: int) -> Callable[[int], tuple]:
             ids, labels = torch.randint(5, 50000, (1, LENGTH)), torch.randint(2, (1,))
             if bits == 8:
                 memopt.quantize_parameters_(model, 8)
-            kept = {"state_bits": 8, "gradient_bits": gradient_bits or 32} if bits == 8 else {}
+            kept = {"state_bits": state_bits, "gradient_bits": gradient_bits or 32} if bits == 8 else {}
             opt = memopt.optim.Adam(model.parameters(), **kept)
 
         def step(x, y):
@@ -157,8 +160,8 @@ def main() -> None:
             if by == "depth":
                 width, layers = WIDTH, deepest(way)
             else:
-                bits, gradient_bits, _ = WAYS[way]
-                a_parameter = 16 if bits == 32 else 4 if gradient_bits else 3
+                bits, state_bits, gradient_bits, _ = WAYS[way]
+                a_parameter = (bits + 2 * state_bits + (gradient_bits or 0)) / 8
                 width = widest(way, int((GIB * 2**30 / (a_parameter * 14 * LAYERS)) ** 0.5) // HEAD * HEAD)
                 layers = LAYERS
             count = parameters(width, layers)

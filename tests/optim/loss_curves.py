@@ -54,6 +54,7 @@ WAYS = {
     "AdamW, 8 bits": Way(partial(optim.AdamW, state_bits=8)),
     "AdamW, 4 bits": Way(partial(optim.AdamW, state_bits=4)),
     "AdamW, 1 bit": Way(partial(optim.AdamW, state_bits=1)),
+    **{f"AdamW, N = {n}": Way(optim.AdamW, n) for n in (2, 4, 8)},
     **{f"AdamA, N = {n}": adama(n) for n in (2, 4, 8)},
     **{f"AdamA, N = {n}, v_scale = √N": adama(n, v_scale=n**0.5) for n in (2, 4, 8)},
     **{f"AdamA, N = {n}, micro_batches = N": adama(n, micro_batches=n) for n in (2, 4, 8)},
@@ -116,7 +117,7 @@ def train(task: Task, way: Way, seed: int, rate: float, every: int) -> list[floa
     for i in range(1, task.steps + 1):
         for chunk in memopt.micro_batches(n, *task.batch(generator)):
             (task.loss(model, *chunk) / n).backward()
-            if n > 1:
+            if isinstance(opt, optim.AdamA):
                 opt.accumulate()
         opt.step()
         opt.zero_grad()
