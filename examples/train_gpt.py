@@ -21,7 +21,9 @@ from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
 import memopt_compile as memopt
-from memopt_compile.bench import answer, compare
+from memopt_compile.bench import WAYS, answer, compare
+
+HALF = {"memopt, memory_budget=0.5": ("--measure", "memopt", "--budget", "0.5")}
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -124,4 +126,4 @@ if __name__ == "__main__":
         with ranks(options.zero) as (rank, mesh):
             run(options, rank, mesh)
         if options.compare:
-            compare([sys.executable, *sys.argv])
+            compare([sys.executable, *sys.argv], WAYS if options.budget else WAYS | HALF)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from tabulate import tabulate
 
-from .errors import MemoptError
+from .errors import InfeasibleBudget, MemoptError
 from .measure import measure
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
@@ -30,14 +30,19 @@ HEADERS = ("", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step"
 def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = None) -> None:
     """Print a JSON line of bytes, then for every line on stdin the seconds of one call.
 
-    `step` is compiled for `backend`; `resident` is what it trains, as `memopt.measure` takes it.
+    `step` is compiled for `backend`; `resident` is what it trains, as `memopt.measure` takes it. A budget that
+    cannot be kept is the only answer.
     """
     def timed() -> float:
         start = time.perf_counter()
         step(*batch)
         return time.perf_counter() - start
 
-    found: dict[str, float] = {"first": timed()}
+    try:
+        found: dict[str, float] = {"first": timed()}
+    except InfeasibleBudget as refusal:
+        print(json.dumps({"refused": refusal.what}))
+        return
     timed()  # The optimizer's state is there by now and nothing compiles any more.
     found["peak"] = measure(step, *batch, resident=resident).peak_bytes
     if backend == "memopt":
@@ -64,6 +69,9 @@ def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) ->
             cache = stack.enter_context(tempfile.TemporaryDirectory())
             workers[name] = stack.enter_context(_Worker([*command, *ways[name]], cache))
             found[name] = workers[name].answer()
+            if "refused" in found[name]:
+                print(f"{name} is refused: {found.pop(name)['refused']}", flush=True)
+        names = [name for name in names if name in found]
         for _ in range(ROUNDS):
             for name in names:
                 times[name] += workers[name].ask()
