@@ -38,6 +38,7 @@ from . import (
     function_capture,
     loop_capture,
     optimizer_capture,
+    read_later,
     telling,
     update_capture,
 )
@@ -79,6 +80,8 @@ class Notes:
     optimizers: list[Any] = field(default_factory=list)
     loops: list[loop_capture.Loop] = field(default_factory=list)
     unroll: bool = False
+    reads: int = 0  # numbers read off tensors
+    reads_later: bool = True
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     refusal: MemoptError | None = None
@@ -92,6 +95,12 @@ class Notes:
         """Have Dynamo trace the frame anew with every loop unrolled."""
         log.info("%s: loop over micro-batches traced whole: %s", self.where, why)
         self.unroll = True
+        compat_breaks.restart(self.trace, str(why))
+
+    def read_at_once(self, why: object) -> NoReturn:
+        """Have Dynamo trace the frame anew, and end its graph where a number is read off a tensor."""
+        log.info("%s: numbers are read where they stand: %s", self.where, why)
+        self.reads_later = False
         compat_breaks.restart(self.trace, str(why))
 
     def leave(self, why: str) -> NoReturn:
@@ -112,7 +121,7 @@ def _notes_of(tx: Any) -> Notes:
     """The same, counting afresh each time that Dynamo begins the frame again."""
     if _notes.trace is not tx.output:
         _notes.trace, _notes.backwards, _notes.updates = tx.output, 0, 0
-        _notes.optimizers, _notes.loops = [], []
+        _notes.optimizers, _notes.loops, _notes.reads = [], [], 0
     return _notes
 
 
@@ -271,6 +280,8 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
     (a ``loss.item()`` to return, say) the step is whole already, and before the forward it is not begun."""
     error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
+    if counted.reads and not (counted.backwards and counted.updates):
+        counted.read_at_once("the graph ends before the step does")
     begun, to_come = compat_breaks.is_differentiated(self.output), compat_breaks.is_ahead(self.output, "backward")
     if begun and to_come and not counted.backwards if counted.resumed else (
             not (counted.backwards and counted.updates) and (begun or not to_come)):
@@ -359,6 +370,7 @@ def scope(step: Any, code: Any, options: Any = None,
             call_recurrent=function_capture.call_recurrent, forms=function_capture.TORCH_FORMS,
             add_product=function_capture.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
+            reads=lambda tx, tensor: read_later.waits(tx, tensor, _notes_of(tx)),
         ):
             yield _notes
     except compat_breaks.LEFT as error:

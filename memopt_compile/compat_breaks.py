@@ -70,6 +70,9 @@ def break_place(error: Any) -> tuple[str, int, str] | None:
 
 def break_reason(error: Any) -> tuple[str, str]:
     """(reason, remedy) from what Dynamo says when it ends a graph."""
+    if str(error).startswith("Unsupported Tensor.item()"):
+        return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
+                "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     explanation = [li.removeprefix("Explanation: ") for li in lines if li.startswith("Explanation: ")]
     hints = [li.removeprefix("Hint: ") for li in lines if li.startswith("Hint: ")]

@@ -196,11 +196,13 @@ def tracing_scope(
     compare: Callable,
     log_graph_break: Callable,
     next_item: Callable,
+    reads: Callable[[Any, Any], bool],
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
-    original method first; but `forms` are functions that are traced in place of torch's own.
+    original method first; but `forms` are functions that are traced in place of torch's own, and `reads`
+    says whether ``tensor.item()`` becomes a number that the trace does not know.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -243,6 +245,10 @@ def tracing_scope(
                 return original(self, tx, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return _sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
+        if name == "item" and reads(tx, self):
+            with dynamo_config.patch(capture_scalar_outputs=True), \
+                    mock.patch.object(tx.fake_mode, "allow_scalar_outputs", True):
+                return original(self, tx, name, args, kwargs)
         result = original(self, tx, name, args, kwargs)
         return _itself(self, result) if name.endswith("_") else result
 

@@ -32,6 +32,7 @@ from . import (
     loops,
     pipelines,
     programs,
+    read_later,
     replaced,
     second_derivative,
     telling,
@@ -82,6 +83,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
+    reading = _read_later(gm, kind, notes)
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
@@ -107,7 +109,21 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
         _stepped.add(notes.step)
-    return run
+    return reading(run) if reading else run
+
+
+def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable[[Callable], Callable] | None:
+    """Have a step's graph return what Python reads numbers off; see `read_later`."""
+    if not notes.reads:
+        return None
+    try:
+        if kind == "model":
+            raise read_later.Needed("there is no step")
+        return read_later.take_out(gm)
+    except read_later.Needed as error:
+        if not compat_breaks.demands_one_graph(notes.trace):
+            notes.read_at_once(error)
+        return None
 
 
 _stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step

@@ -75,15 +75,11 @@ def _warn(tx: Any, message: Any, category: Any = None, stacklevel: int = 1, **ot
     return True
 
 
-def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """A recurrent network is traced cell by cell, unless it has too many of them."""
     if len(args) != 9 or not compat.constant_value(args[3])[0]:
-        return  # packed sequences: their lengths are numbers in a tensor, which Dynamo refuses
+        return None  # packed sequences: their lengths are numbers in a tensor, which Dynamo refuses
     layers, dropout, train, both, batch_first = (compat.constant_value(a)[1] for a in args[4:])
-    if dropout and train and layers > 1:
-        compat_breaks.break_graph(
-            "dropout between the layers of a recurrent network", "torch's trace of it has none",
-            "make each layer a module of its own, with nn.Dropout between them")
     steps = compat.fake_value(args[0].realize()).shape[1 if batch_first else 0]
     cells = steps * layers * (2 if both else 1)
     if cells > MOST_CELLS:
@@ -91,6 +87,25 @@ def call_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
             "a recurrent network over a long sequence",
             f"one operator in eager, but {cells} cells of their own in a graph",
             f"cut the sequence so that steps, layers and directions make at most {MOST_CELLS}")
+    if dropout and train and layers > 1:  # torch's trace of it has none
+        return compat.UserFunctionVariable(layer_by_layer).call_function(tx, [self, *args], {})
+    return None
+
+
+def layer_by_layer(network: Callable, x: Any, state: Any, weights: Any, biased: bool, layers: int, dropout: float,
+                   train: bool, both: bool, batch_first: bool) -> tuple:
+    """`network` with its dropout between layers, as the kernel draws it: over (time, batch, features)."""
+    states = state if isinstance(state, tuple | list) else (state,)
+    directions, each = 2 if both else 1, len(weights) // layers
+    x = x.transpose(0, 1) if batch_first else x
+    ends = []
+    for layer in range(layers):
+        x = torch.dropout(x, dropout, train) if layer else x
+        start = tuple(s[layer * directions:(layer + 1) * directions] for s in states)
+        x, *end = network(x, start if len(states) > 1 else start[0], weights[layer * each:(layer + 1) * each], biased,
+                          1, 0.0, train, both, False)
+        ends.append(end)
+    return x.transpose(0, 1) if batch_first else x, *(torch.cat(parts) for parts in zip(*ends))
 
 
 def add_product(original: Callable, self: Any, tx: Any, a: Any, b: Any, *, value: Any = None) -> Any:

@@ -87,3 +87,23 @@ def test_a_tuple_does_not_hold_what_was_taken_from_it():
     fast(torch.randn(512, 16).double(), torch.zeros(512, dtype=torch.int64))
     report = memopt.report(fast)
     assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_workspace_that_depends_on_numbers_is_counted_at_most():
+    """An orthogonal weight is a matrix exponential, which holds fewer matrices for small numbers."""
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    x = torch.randn(4, 32)
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    for _ in range(2):
+        compiled(x)
+    report = memopt.report(compiled)
+    assert report.predicted_peak_bytes == report.measured_peak_bytes

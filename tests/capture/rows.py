@@ -8,6 +8,7 @@ import rows_changes  # noqa: F401  (fills both)
 import rows_functions  # noqa: F401  (fills both)
 import rows_leaves  # noqa: F401  (fills ROWS, or ORDINARY before torch 2.13)
 import rows_models  # noqa: F401  (fills ROWS)
+import rows_numbers  # noqa: F401  (fills both)
 import rows_ordinary  # noqa: F401  (fills ORDINARY)
 import rows_steps  # noqa: F401  (fills ROWS)
 import torch

@@ -39,9 +39,14 @@ def lstm() -> Loop:
     return plain(Recurrent(nn.LSTM, num_layers=2))
 
 
-@ordinary
+@row
 def lstm_with_dropout() -> Loop:
-    return plain(Recurrent(nn.LSTM, num_layers=2, dropout=0.3))
+    return plain(Recurrent(nn.LSTM, num_layers=3, dropout=0.3, bidirectional=True))
+
+
+@row
+def gru_with_dropout() -> Loop:
+    return plain(Recurrent(nn.GRU, num_layers=2, dropout=0.3))
 
 
 @ordinary

@@ -1,0 +1,127 @@
+"""Numbers that a step reads off its tensors (``loss.item()``) are read when it has run.
+
+Dynamo follows such a number as a symbol, through what Python computes from it, until it leaves the step.
+No kernel needs it before: the step's graph returns the tensor, as it was at that place, and all that is
+Python's is done with the numbers behind it. A number that goes into a tensor again stays a break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import compat, compat_breaks, compat_dynamo
+
+
+class Needed(Exception):
+    """A tensor is computed from a number that is read off another."""
+
+
+def waits(tx: Any, tensor: Any, notes: Any) -> bool:
+    """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end: lists
+    that grow there and the like are then no part of it."""
+    value = compat.fake_value(tensor)
+    ended = notes.backwards and notes.updates and not any(
+        compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
+    leaks = getattr(value, "grad_fn", None) is not None and not compat_dynamo.used_up(tx.output, value)
+    if not notes.reads_later or ended and not leaks or value.dtype is torch.bool or value.is_complex():
+        return False
+    notes.reads += 1
+    return True
+
+
+def take_out(gm: fx.GraphModule) -> Callable[[Callable], Callable] | None:
+    """Have the Dynamo graph return the tensors that numbers are read off. What then makes its results of a
+    compiled program's; None if it reads none.
+
+    Raises:
+        Needed: it cannot be done.
+    """
+    read = [n for n in gm.graph.nodes if n.op == "call_method" and n.target == "item" and not _is_given(n.args[0])]
+    if not read:
+        return None
+    output = gm.graph.output_node()
+    results = list(output.args[0])
+    python = _behind(read, output)
+    late = [i for i, value in enumerate(results) if value in python]
+    program, given = _program(read, python, [results[i] for i in late])
+    inputs = gm.graph.find_nodes(op="placeholder")
+    places = [inputs.index(n) for n in given]
+    tensors = [_as_it_is(gm.graph, node) for node in read]
+    kept = [value for i, value in enumerate(results) if i not in late]
+    output.args = ((*kept, *tensors),)
+    for node in reversed(gm.graph.nodes):  # these numbers the step would be compiled again for, each time
+        if node.op != "placeholder" and not node.users and (
+                node in python or isinstance(node.meta.get("example_value"), torch.SymFloat)):
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+    def reading(run: Callable) -> Callable:
+        def run_and_read(*args: Any) -> list[Any]:
+            values = list(run(*args))
+            numbers = [t.item() for t in values[len(kept):]]
+            del values[len(kept):]
+            for i, value in zip(late, program(*numbers, *(args[p] for p in places)), strict=True):
+                values.insert(i, value)
+            return values
+
+        return run_and_read
+
+    return reading
+
+
+def _is_given(value: fx.Node) -> bool:
+    """Whether this is a number of the user's, which Dynamo hands over as a tensor."""
+    return value.op == "placeholder" and getattr(value.meta.get("grapharg"), "pass_arg_as_tensor", False)
+
+
+def _behind(read: Sequence[fx.Node], output: fx.Node) -> list[fx.Node]:
+    """The reads and all that is computed from them, in order. These have to be numbers, or the tensors as which
+    Dynamo returns numbers."""
+    found: set[fx.Node] = set()
+    stack = list(read)
+    while stack:
+        node = stack.pop()
+        if node in found or node is output:
+            continue
+        if isinstance(node.meta.get("example_value"), Tensor) and (
+                node.target is not torch.scalar_tensor or set(node.users) != {output}):
+            raise Needed("a tensor is computed from a number that is read off another")
+        found.add(node)
+        stack.extend(node.users)
+    return [node for node in output.graph.nodes if node in found]
+
+
+def _program(read: Sequence[fx.Node], python: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[
+        fx.GraphModule, list[fx.Node]]:
+    """What Python does with the numbers: a function of those that are read and of inputs of the step. And which."""
+    graph_of_step, graph = read[0].graph, fx.Graph()
+    needed = set(python)
+    for node in reversed(graph_of_step.nodes):
+        if node in needed and node not in read:
+            needed.update(node.all_input_nodes)
+    given = [n for n in graph_of_step.nodes if n in needed and n.op == "placeholder"]
+    made = {node: graph.placeholder(node.name) for node in (*read, *given)}
+    for node in graph_of_step.nodes:
+        if node in needed and node not in made:
+            if node not in python and isinstance(node.meta.get("example_value"), Tensor):
+                raise Needed("a number is computed from another tensor too")
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[r] for r in results))
+    return fx.GraphModule(torch.nn.Module(), graph), given
+
+
+def _as_it_is(graph: fx.Graph, read: fx.Node) -> fx.Node:
+    """What a number is read off, as it is at that place: the step may change it later."""
+    value = read.args[0]
+    with graph.inserting_before(read):
+        detached = graph.call_method("detach", (value,))
+        copy = graph.call_method("clone", (detached,))
+    fake = value.meta["example_value"]
+    with fake.fake_mode:
+        detached.meta = {**value.meta, "example_value": fake.detach()}
+        copy.meta = {**value.meta, "example_value": fake.detach().clone()}
+    return copy

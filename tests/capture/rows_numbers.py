@@ -1,0 +1,92 @@
+"""Numbers that a step reads off its tensors before it has ended."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from loops import Loop, adamw, loop, mlp, ordinary, row
+from torch import nn
+
+
+@row
+def metrics_before_the_update() -> Loop:
+    """Added up over the calls, as floats and as counts."""
+    model = mlp(nn.Dropout(0.2))
+    opt = adamw(model)
+    seen = {"loss": 0.0, "right": 0, "rows": 0}
+
+    def step(x, y):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        seen["loss"] += loss.item() * len(x)
+        seen["right"] += (logits.argmax(1) == y).sum().item()
+        seen["rows"] += len(y)
+        opt.zero_grad()
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        opt.step()
+        return {**seen, "share": 100.0 * seen["right"] / seen["rows"], "norm": norm}
+
+    return loop(model, opt, step)
+
+
+@row
+def number_of_what_changes_later() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        label = torch.full((len(x), 4), 1.0, dtype=x.dtype)
+        before = label.sum().item(), label[0, 0].item(), model[0].bias[0].item()
+        label.fill_(0.0)
+        loss = F.mse_loss(model(x), label)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return *before, max(0.5, *before), loss
+
+    return loop(model, opt, step)
+
+
+@row
+def adversaries() -> Loop:
+    """As PyTorch's tutorial of DCGAN writes them."""
+    maker, judge = nn.Sequential(nn.Linear(3, 12), nn.Tanh()), nn.Sequential(nn.Linear(12, 1), nn.Sigmoid())
+    for_maker, for_judge = adamw(maker), adamw(judge)
+    criterion = nn.BCELoss()
+
+    def step(x, y):
+        judge.zero_grad()
+        label = torch.full((len(x),), 1.0, dtype=x.dtype)
+        of_real = criterion(judge(x).view(-1), label)
+        of_real.backward()
+        real = judge(x).mean().item()
+        made = maker(torch.randn(len(x), 3, dtype=x.dtype))
+        label.fill_(0.0)
+        of_made = criterion(judge(made.detach()).view(-1), label)
+        of_made.backward()
+        for_judge.step()
+        maker.zero_grad()
+        label.fill_(1.0)
+        loss = criterion(judge(made).view(-1), label)
+        loss.backward()
+        for_maker.step()
+        return real, of_real + of_made, loss
+
+    return Loop(step, [maker, judge], [for_maker, for_judge])
+
+
+@ordinary
+def loss_divided_by_its_number() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        value = loss.item()
+        (loss / value).backward()
+        opt.step()
+        opt.zero_grad()
+        return value
+
+    return loop(model, opt, step)
