@@ -248,17 +248,13 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
     name = compat.source_name(self.source)
     if ".param_groups[" not in name or not math.isfinite(value):
         return original(self, value)
-    will = name.endswith("['lr']") or name.endswith(("['momentum']", "['betas'][0]")) and _cycles_momentum()
+    will = name.endswith("['lr']") or (name.endswith(("['momentum']", "['betas'][0]")) and any(
+        map(optimizer_capture.cycles_momentum, _notes.optimizers)))
     if not (will or compat.changes(self, value)):
         return original(self, value)
     number = compat.number_input(self, value)
     _notes.numbers[number.as_proxy().node] = (self.get_source(), value)
     return number
-
-
-def _cycles_momentum() -> bool:
-    """Whether a scheduler of torch's moves a momentum: CyclicLR and OneCycleLR leave their bounds in the groups."""
-    return any("max_momentum" in group for optimizer in _notes.optimizers for group in optimizer.param_groups)
 
 
 def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:

@@ -147,6 +147,11 @@ def is_update(frame: Any) -> bool:
             and not isinstance(first, torch.nn.Module))  # an `AveragedModel` is a model
 
 
+def cycles_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler of torch's moves its momentum: CyclicLR and OneCycleLR leave their bounds in the groups."""
+    return any("max_momentum" in group for group in optimizer.param_groups)
+
+
 def make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:
     """Make the state of parameters that have a gradient here and none yet, as eager would.
 
