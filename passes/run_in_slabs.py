@@ -49,11 +49,15 @@ PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_
 
 @dataclass(frozen=True)
 class RunInSlabs(StepPass):
+    """`length` is of a slab, in elements; by default what the number of threads asks for."""
+
     name: ClassVar[str] = "run_in_slabs"
     at_least: int = 1 << 20
+    length: int | None = None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
-        places = _Places(step, max(self.at_least, 2 * slab_length()))
+        length = self.length or slab_length()
+        places = _Places(step, max(self.at_least, 2 * length))
         regions = places.regions()
         if not regions:
             return
@@ -61,7 +65,7 @@ class RunInSlabs(StepPass):
         peak = timeline(step, workspace).peak_bytes
         step.reorder(places.order)
         for region in regions:
-            places.rewrite(region)
+            places.rewrite(region, length)
         if timeline(step, workspace).peak_bytes > peak:  # rule 8
             step.module, step.phases, step.gradients = before.module, before.phases, before.gradients
 
@@ -84,20 +88,16 @@ class _Places:
     def _is_elementwise(self, node: fx.Node) -> bool:
         """Rule 3."""
         value, target = node.meta.get("val"), node.target
-        if not isinstance(target, OPERATOR) or not self._is_large(value) or is_random(node):
+        if not (isinstance(target, OPERATOR) and self._is_large(value) and _is_plain(node)) or is_random(node):
             return False
         if target is aten.arange.default:
-            return not value.is_floating_point() and _is_plain(node)
-        tagged = torch.Tag.pointwise in target.tags or torch.Tag.pointwise in _functional(target).tags
-        if not (tagged or target._schema.name in ALSO) or not _is_plain(node):
+            return not value.is_floating_point()
+        if torch.Tag.pointwise not in target.tags and target._schema.name not in ALSO:
             return False
-        like = value.shape, _strides(value)
-        for operand in node.all_input_nodes:
-            given = operand.meta["val"]
-            if len(self.roots[operand]) > 1 or given.dim() and not _repeats_one(given, value.shape) and (
-                    not self._is_large(given) or (given.shape, _strides(given)) != like):
-                return False
-        return all(self._is_large(a.meta["val"]) for a in mutated_args(node)) and node.args != ()
+        return all(isinstance(given := a.meta["val"], Tensor) and len(self.roots[a]) == 1 and (
+                given.dim() == 0 or _repeats_one(given, value.shape)
+                or self._is_large(given) and given.shape == value.shape and _strides(given) == _strides(value))
+            for a in node.all_input_nodes) and all(self._is_large(a.meta["val"]) for a in mutated_args(node))
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether `node` shows all elements of its operand, in the order in which they lie there."""
@@ -148,18 +148,19 @@ class _Places:
         return found
 
     def _uses_all(self, region: set[fx.Node]) -> bool:
-        """Rule 4; and whether there is anything that it writes."""
+        """Rule 4; and whether there is anything that it reads and writes."""
+        touched = {a for n in region for a in (n, *n.all_input_nodes)}
         written = self._written(region)
-        used = {a for n in region for a in (n, *n.all_input_nodes) if self.roots[a] & written}
-        return bool(used) and all(
-            v.storage_offset() == 0 and v.numel() * v.element_size() == nbytes(v) for v in (n.meta["val"] for n in used))
+        values = [n.meta["val"] for n in touched if self.roots[n] & written]
+        return bool(values) and touched > region and all(
+            v.storage_offset() == 0 and v.numel() * v.element_size() == nbytes(v) for v in values)
 
     def _written(self, region: Iterable[fx.Node]) -> set[fx.Node]:
         """Owners of what is there behind the region and what it has made or changed."""
         return {root for n in region for a in (n, *mutated_args(n)) if a is not n or self.roots[n] == {n}
                 for root in self.roots[a]} - self.temporaries
 
-    def rewrite(self, region: list[fx.Node]) -> None:
+    def rewrite(self, region: list[fx.Node], length: int) -> None:
         step, inside, owners = self.step, set(region), self._written(region)
         given = dict.fromkeys(a for n in region for a in n.all_input_nodes if a not in inside)
         numbers = [a for a in given if a.meta["val"].dim() == 0]
@@ -170,12 +171,13 @@ class _Places:
                 with step.graph.inserting_before(region[0]):
                     made[node] = step.call(node, aten.new_empty_strided.default, next(iter(given)), list(value.shape),
                                            list(value.stride()), dtype=value.dtype)
+                self.roots[made[node]] = self.roots[node]
         written = [*(a for a in given if self.roots[a] & owners), *made.values()]
         read = [a for a in given if a not in numbers and a not in written]
         names = {a: f"a{i}" for i, a in enumerate((*written, *read))} | {a: f"n{i}" for i, a in enumerate(numbers)}
         program = _program(region, names | {node: names[place] for node, place in made.items()}, set(made))
         with step.graph.inserting_after(region[-1]):
-            call = step.call(region[-1], IN_SLABS_, written, read, numbers, program, slab_length())
+            call = step.call(region[-1], IN_SLABS_, written, read, numbers, program, length)
         shown = dict[fx.Node, fx.Node]()
         behind = call.next
 
@@ -192,6 +194,7 @@ class _Places:
                         shown[node] = step.call(call, aten.copy_.default, node, node)
                     else:
                         shown[node] = node
+                self.roots[shown[node]] = self.roots[node]  # another region may read it
             return shown[node]
 
         for node in region:
@@ -242,7 +245,7 @@ def _program(region: list[fx.Node], names: dict[fx.Node, str], made: set[fx.Node
         into = mutated_args(node)
         reads = {names[a] for a in node.all_input_nodes}
         if not into and aliased_args(node) and node.target is not aten.view.dtype:
-            names[node] = names[node.args[0]]
+            names[node] = names[aliased_args(node)[0]]
             continue
         if node.target is aten.arange.default:
             call = f"aten.arange.start(first, stop{_named(node, names)})"
@@ -276,12 +279,6 @@ def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
 def _is_plain(node: fx.Node) -> bool:
     """Whether all arguments are tensors and what a program can say."""
     return all(isinstance(a, (fx.Node, *PLAIN)) for a in (*node.args, *node.kwargs.values()))
-
-
-def _functional(target: Any) -> Any:
-    """The operator that `target` is a form of which writes into a buffer, as far as its tags are concerned."""
-    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1].removesuffix("_"), None)
-    return getattr(packet, packet.overloads()[0]) if packet is not None else target
 
 
 def _strides(value: Tensor) -> tuple[int, ...]:
