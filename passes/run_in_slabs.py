@@ -38,7 +38,14 @@ from memopt_compile.in_slabs import IN_SLABS_, slab_length
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.ordering import is_random, predecessors
 from memopt_compile.rowwise import ELEMENTWISE
-from memopt_compile.step_graph import OPERATOR, StepGraph, aliased_args, mutated_args, nbytes, storage_roots
+from memopt_compile.step_graph import (
+    OPERATOR,
+    StepGraph,
+    aliased_args,
+    mutated_args,
+    nbytes,
+    storage_roots,
+)
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten

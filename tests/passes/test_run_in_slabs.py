@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from graphs import by_hand, captured, check, gradient, mlp, ordinary_step, seed, training_step, values_for
+from graphs import (
+    by_hand,
+    captured,
+    check,
+    gradient,
+    mlp,
+    ordinary_step,
+    seed,
+    training_step,
+    values_for,
+)
 from torch import nn
 
 import memopt_compile as memopt
