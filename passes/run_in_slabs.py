@@ -11,7 +11,7 @@ one behind the other, and then on the next (`in_slabs`). For the eager lowering:
 4. If it writes to a storage then each of its operators uses all of that, from the first byte on: an element is
    written where it is read.
 5. What depends on an operator of a region and is depended on by another is of the region too, if it could be by
-   rule 3; else all stays as it is. What else stands between its operators moves in front of it, or behind.
+   rule 3; else the temporary is none that would join them. What else stands between moves to the front, or behind.
 6. What is read outside and has no storage yet is written into a new one.
 7. ``copy_(m, m)`` takes a result's place. It copies nothing, and says that what reads it comes behind the region.
 8. If the predicted peak is higher then (what a region reads is there until its end), all stays as it was.
@@ -131,27 +131,33 @@ class _Places:
 
     def regions(self) -> list[list[fx.Node]]:
         """Rules 2, 4 and 5. Each is in one piece in `order` then."""
-        of: dict[fx.Node, set[fx.Node]] = {}
-        for root in self.temporaries:
-            together = set(self.touching[root]).union(*(of[n] for n in self.touching[root] if n in of))
-            of.update(dict.fromkeys(together, together))
-        before = predecessors(self.step) if of else {}
+        before = predecessors(self.step) if self.temporaries else {}
         place = {node: i for i, node in enumerate(self.order)}
-        block: dict[fx.Node, int] = {}
-        found = []
-        for region in {id(region): region for region in of.values()}.values():
+        of: dict[fx.Node, set[fx.Node]] = {}
+
+        def window(region: set[fx.Node]) -> slice:
             low, high = (end(map(place.__getitem__, region)) for end in (min, max))
-            window = self.order[low:high + 1]
-            between = _between(window, before, region)
-            whole = region | between
-            fits = between.isdisjoint(of) and self.fit.issuperset(between) and self._uses_all(whole)
-            gathered = _gather(window, before, whole, block) if fits else None
+            return slice(low, high + 1)
+
+        for root in [root for root in self.touching if root in self.temporaries]:
+            region, between = set[fx.Node](), set(self.touching[root])
+            while between and self.fit.issuperset(between):
+                region = region.union(between, *{id(of[n]): of[n] for n in between if n in of}.values())
+                between = _between(self.order[window(region)], before, region)
+            if between:
+                self.temporaries.discard(root)
+            else:
+                of.update(dict.fromkeys(region, region))
+        found: list[list[fx.Node]] = []
+        block: dict[fx.Node, int] = {}
+        for region in {id(region): region for region in of.values()}.values():
+            there = window(region)
+            gathered = _gather(self.order[there], before, region, block) if self._uses_all(region) else None
             if gathered is not None:
-                of.update(dict.fromkeys(between, region))
-                block.update(dict.fromkeys(whole, len(found)))
-                found.append([node for node in gathered if node in whole])
-                place.update((node, low + i) for i, node in enumerate(gathered))
-                self.order[low:high + 1] = gathered
+                block.update(dict.fromkeys(region, len(found)))
+                found.append([node for node in gathered if node in region])
+                place.update((node, there.start + i) for i, node in enumerate(gathered))
+                self.order[there] = gathered
         return found
 
     def _uses_all(self, region: set[fx.Node]) -> bool:

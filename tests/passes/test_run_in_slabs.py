@@ -234,7 +234,7 @@ SETTINGS = [{"optimizer": o, **settings} for o, settings in (
     (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1, "keep_gradients": True}),
     (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adadelta, {}), (torch.optim.Adagrad, {}),
     (torch.optim.RMSprop, {"momentum": 0.9}), (torch.optim.Adamax, {}), (torch.optim.ASGD, {}),
-    (memopt.optim.AdamW, {"state_bits": 16}),
+    (memopt.optim.AdamW, {"state_bits": 16}), (memopt.optim.CAME, {"state_bits": 16}),
     (memopt.optim.AdamW, {"weight_bits": 24}))]
 
 
