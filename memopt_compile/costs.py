@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat_trace import hinted, pytree, real_tensors
 from .distributed import planned
+from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
 from .quantization.operators import few_slabs
@@ -120,6 +121,8 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
         return 0
     if target.namespace != "memopt" and any(t.device.type != "cpu" for t in tensors):
         return 0
+    if target is IN_SLABS_:
+        args = of_one_slab(*args)
     key = (target, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
         _known[key] = _measure(target, args, kwargs)

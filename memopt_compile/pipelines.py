@@ -42,6 +42,7 @@ from .passes.release_gradients import ReleaseGradients
 from .passes.rematerialize_free import RematerializeFree
 from .passes.replay_dropout import ReplayDropout
 from .passes.reuse_buffers import ReuseBuffers
+from .passes.run_in_slabs import RunInSlabs
 from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.split_live_ranges import SplitLiveRanges
 from .passes.update_early import UpdateEarly
@@ -134,6 +135,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (eager, ReleaseGradients),
         (eager, ScheduleForPeak),
         (eager, ReuseBuffers),
+        # What then still takes a buffer as large as a parameter, to hand it on, is made a slab at a time.
+        (eager, RunInSlabs),
         # Copies to and from the host go on beside other work, as far as the budget has room.
         (held and options.offload, partial(OverlapTransfers, limit_bytes, device)),
         # So does what ranks gather: the next parameter comes while this layer computes.

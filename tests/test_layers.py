@@ -23,7 +23,7 @@ LONGEST = 400  # lines
 LAYERS = [
     {"errors", "options", "memory_plan", "compat", "compat_breaks", "compat_collectives", "compat_data", "compat_dry_run", "compat_dynamo", "compat_inductor", "compat_kernels", "compat_loop", "compat_subclass", "compat_trace"},
     {"step_graph", "second_derivative", "devices", "measure", "timeline", "optim", "quantization", "distributed", "collectives", "arena", "replaced"},
-    {"liveness", "metadata", "stand_ins", "transfers", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "slab_kernels", "writing", "inlining", "finiteness", "replaying", "margin_loss", "packing", "partition", "replicated", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "storing", "read_back", "between", "pieces", "repetition", "formulas", "structure", "model_memory", "loops", "folding", "rowwise", "row_regions", "read_later"},
+    {"liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "adaptation", "compression", "slab_kernels", "writing", "inlining", "finiteness", "replaying", "margin_loss", "packing", "partition", "replicated", "sensitivity", "rematerialization", "recomputing", "planner", "ordering", "storing", "read_back", "between", "pieces", "repetition", "formulas", "structure", "model_memory", "loops", "folding", "rowwise", "row_regions", "read_later"},
     {"step_pass"},
     {"passes", "backends"},
     {"capture", "function_capture", "telling", "loop_capture", "backward_capture", "optimizer_capture", "update_capture", "updates", "build", "zero", "pipelines", "report", "records", "render", "dumping", "explaining", "layered", "frontier", "fitting", "bench", "verification", "programs"},

@@ -124,7 +124,7 @@ def test_the_default_story(lowering):
         "update_in_place",
         "reuse_buffers",
     ]
-    again = ["release_gradients", "schedule_for_peak", "reuse_buffers"] if lowering == "eager" else []
+    again = ["release_gradients", "schedule_for_peak", "reuse_buffers", "run_in_slabs"] if lowering == "eager" else []
     assert names == [n for n in order if n in names] + again
     inexact = [p.name for p in passes if p.numerics is not Numerics.BITWISE]
     assert inexact == ["channels_last", "peel_bias"]
