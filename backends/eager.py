@@ -4,8 +4,9 @@ It runs the graph's own operators one by one in schedule order, so it is the ora
 tests and the way to debug. The program is generated and printable (`source`).
 
 A kernel may lay its result out otherwise than its fake version said (batch norm of a transposed
-tensor, in torch 2.13), and then views further on fail or read the wrong elements. So what is
-neither a view nor pointwise is checked, and copied into the promised layout if need be.
+tensor, in torch 2.13; the backward of a dropout), and then views further on fail or read the wrong
+elements. So what is no view, and not pointwise on operands of its own layout, is checked, and copied
+into the promised layout if need be.
 """
 
 from __future__ import annotations
@@ -100,8 +101,14 @@ def _may_surprise(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or aliased_args(node):
         return False
+    pointwise = isinstance(node.target, OPERATOR) and torch.Tag.pointwise in node.target.tags
     return (all(isinstance(s, int) for s in value.stride()) and value.dim() > 1
-            and not (isinstance(node.target, OPERATOR) and torch.Tag.pointwise in node.target.tags))
+            and not (pointwise and all(_laid_out_as(n.meta.get("val"), value) for n in node.all_input_nodes)))
+
+
+def _laid_out_as(operand: Any, value: torch.Tensor) -> bool:
+    return not isinstance(operand, torch.Tensor) or operand.dim() == 0 or (
+        operand.shape == value.shape and operand.stride() == value.stride())
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:
