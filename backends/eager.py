@@ -4,8 +4,9 @@ It runs the graph's own operators one by one in schedule order, so it is the ora
 tests and the way to debug. The program is generated and printable (`source`).
 
 A kernel may lay its result out otherwise than its fake version said (batch norm of a transposed
-tensor, in torch 2.13), and then views further on fail or read the wrong elements. So what is
-neither a view nor pointwise is checked, and copied into the promised layout if need be.
+tensor, in torch 2.13; the backward of a dropout), and then views further on fail or read the wrong
+elements. So what is no view, and not pointwise on operands of its own layout, is checked, and copied
+into the promised layout if need be. So is what owns more bytes than it said (`col2im` does).
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             lines.append(f"    {names[node]} = {calls[node.target]}({', '.join(given)})")
             if _may_surprise(node):
-                strides = tuple(node.meta["val"].stride())
-                lines.append(f"    {names[node]} = in_layout({names[node]}, {strides})")
+                value = node.meta["val"]
+                most = value.untyped_storage().nbytes()
+                promised = f"{tuple(value.stride())}, {most if isinstance(most, int) else None}"
+                lines.append(f"    {names[node]} = in_layout({names[node]}, {promised})")
         if node.op != "output" and dying.get(node):
             lines.append("    del " + ", ".join(names[d] for d in dying[node]))
     return "\n".join(lines) + "\n", objects
@@ -88,10 +91,11 @@ def items_at_once(graph: fx.Graph) -> list[fx.Node]:
     return list(order)
 
 
-def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """`value` itself if it has these strides, wherever they matter; else a copy that does."""
-    if value.stride() == strides or all(
-            size <= 1 or a == b for size, a, b in zip(value.shape, value.stride(), strides)):
+def in_layout(value: torch.Tensor, strides: tuple[int, ...], most: int | None = None) -> torch.Tensor:
+    """`value` itself if it has these strides, wherever they matter, and no more than `most` bytes; else a copy."""
+    fits = most is None or value.untyped_storage().nbytes() <= most
+    if fits and (value.stride() == strides or all(
+            size <= 1 or a == b for size, a, b in zip(value.shape, value.stride(), strides))):
         return value
     return value.new_empty_strided(value.shape, strides).copy_(value)
 
@@ -100,8 +104,14 @@ def _may_surprise(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or aliased_args(node):
         return False
+    pointwise = isinstance(node.target, OPERATOR) and torch.Tag.pointwise in node.target.tags
     return (all(isinstance(s, int) for s in value.stride()) and value.dim() > 1
-            and not (isinstance(node.target, OPERATOR) and torch.Tag.pointwise in node.target.tags))
+            and not (pointwise and all(_laid_out_as(n.meta.get("val"), value) for n in node.all_input_nodes)))
+
+
+def _laid_out_as(operand: Any, value: torch.Tensor) -> bool:
+    return not isinstance(operand, torch.Tensor) or operand.dim() == 0 or (
+        operand.shape == value.shape and operand.stride() == value.stride())
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

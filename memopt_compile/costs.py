@@ -163,4 +163,9 @@ def _measure(target: Any, args: Any, kwargs: Any) -> int:
             seen = measure(run, resident=())
         except Exception:  # made-up operands may be refused: then nothing is known of it
             return 0
+    results = [t for t in pytree.tree_leaves(seen.result) if isinstance(t, Tensor) and t.layout is torch.strided]
+    own = sum(t.numel() * t.element_size() for t in results)
+    kept = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in results)}
+    if own < sum(kept.values()):  # more than the result, of which the eager lowering makes a copy
+        return max(seen.transient_peak_bytes - own, seen.end_bytes)
     return max(0, seen.transient_peak_bytes - seen.end_bytes)

@@ -107,3 +107,46 @@ def test_workspace_that_depends_on_numbers_is_counted_at_most():
         compiled(x)
     report = memopt.report(compiled)
     assert report.predicted_peak_bytes == report.measured_peak_bytes
+
+
+def test_dropout_behind_a_transposed_gradient():
+    """The fake version of its backward promises a contiguous result, the kernel keeps the gradient's layout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).transpose(1, 2).contiguous().exp().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    x, start = torch.randn(3, 5, 4, dtype=torch.float64), [p.detach().clone() for p in model.parameters()]
+    trained = []
+    for run in (step, torch.compile(step, backend="memopt", options={"lowering": "eager"})):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), start)
+        torch.manual_seed(1)
+        run(x)
+        trained.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*trained)
+
+
+def test_a_result_that_owns_more_than_it_says():
+    """`col2im` on a CPU keeps the columns' bytes behind its result."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Unfold(3, padding=1), nn.Fold((16, 16), 3, padding=1), nn.Conv2d(2, 8, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    x = torch.randn(4, 2, 16, 16)
+    compiled = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    compiled(x)
+    report = memopt.report(compiled)
+    assert report.predicted_peak_bytes == report.measured_peak_bytes
