@@ -179,7 +179,7 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
     held = record.options.memory_budget is not None
     # With a budget this may be one try of several: kernels are for the one that is taken.
-    lowered = inductor.lower(step, whole=not record.options.pieces, later=held or nothing_runs())
+    lowered = inductor.lower(step, whole=not record.options.pieces, later=held or nothing_runs(), tight=held)
     return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
 
 
