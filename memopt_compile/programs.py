@@ -36,8 +36,8 @@ log = logging.getLogger("memopt_compile")
 RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
-ABOVE = 3  # rungs, the budget's own among them: how much less it may need without being left out itself
-UNPLANNED = 6  # rungs: the same of the step without a plan, of which fusion makes most
+ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
+UNPLANNED = 10  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
