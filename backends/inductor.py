@@ -32,6 +32,7 @@ from ..errors import OptionError
 from ..finiteness import not_looking
 from ..inlining import inlined
 from ..pieces import (
+    OWNED,
     Piece,
     can_cut,
     constant,
@@ -43,7 +44,7 @@ from ..pieces import (
 )
 from ..read_back import read_back
 from ..step_graph import StepGraph, op_name
-from ..storing import store_before_updates, store_between
+from ..storing import is_call, store_before_updates, store_between
 from ..transfers import TO_HOST, is_transfer
 
 # Operators whose fake results are new tensors, though they make none of the device.
@@ -102,11 +103,11 @@ class Lowered:
         return len(set(self.called))
 
 
-def lower(step: StepGraph, *, whole: bool = False, later: bool = False) -> Lowered:
+def lower(step: StepGraph, *, whole: bool = False, later: bool = False, tight: bool = False) -> Lowered:
     """Compile the step's pieces and the program that calls them.
 
     `later`: the C++ compiler, which takes most of the time, waits until `finish` is called: a program of which only
-    the peak is asked does without it.
+    the peak is asked does without it. `tight`: a few bytes less are worth more time for compilation.
     """
     step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
@@ -129,12 +130,12 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False) -> Lower
         name = names.setdefault(part.key or part, f"piece_{len(names)}")
         called.append(name)
         if name not in bound:
-            key = (part.key, settings)
+            key = (part.key, f"{tight} {settings}")
             if key not in _cache:
                 new[name] = key
                 store_between(part.graph)
                 store_before_updates(part.graph)
-            bound[name] = _cache.get(key) or _compiled(part, on_cpu, later)
+            bound[name] = _cache.get(key) or _compiled(part, on_cpu, later, tight)
     _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
 
     def finish() -> None:
@@ -168,11 +169,26 @@ def predicted_transient_peak(lowered: Lowered) -> int:
     return lowered.transient_peak_bytes()
 
 
-def _compiled(part: Piece, on_cpu: bool, later: bool) -> _Compiled:
-    """Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later."""
-    kernels = compat_inductor.Kernels()
-    with kernels.put_off(begin=not later) if on_cpu else contextlib.nullcontext():
-        return _Compiled(*compat_inductor.compile_graph(part.module()), kernels)
+def _compiled(part: Piece, on_cpu: bool, later: bool, tight: bool) -> _Compiled:
+    """The piece as Inductor makes it. If it is to be `tight`, in the schedule's order too, and the one that needs less.
+
+    Inductor puts every operator right before its first reader. Gradients of weights that a piece hands on, to be
+    added up over micro-batches, thus come last, and two activations are held for each. It has an order for the peak,
+    too, that goes by what is best for the next operator, and mostly makes up for that: but where activations are
+    computed again, several layers' may then be alive at once. In the schedule's order more loops become one, and what
+    these read is held for longer.
+    """
+    # (Without calls of a library, or with one, there is little to order.)
+    orders = (False, True) if tight and sum(map(is_call, part.graph.nodes)) > 1 else (False,)
+    given = [(n.name, n.meta["val"]) for n in part.graph.find_nodes(op="placeholder")]
+    found = []
+    for in_order in orders:
+        kernels = compat_inductor.Kernels()
+        # Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later.
+        begin = not (later or tight)
+        with kernels.put_off(begin=begin) if on_cpu else contextlib.nullcontext():
+            found.append(_Compiled(*compat_inductor.compile_graph(part.module(), in_order=in_order), kernels))
+    return min(found, key=lambda each: _piece_peak(each.source, given)) if len(found) > 1 else found[0]
 
 
 def _on_cpu(step: StepGraph) -> bool:
@@ -276,6 +292,19 @@ def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
         with compat_dry_run.AllocationWatch(inputs, library_workspace, NO_MEMORY) as watch:
             run(list(inputs))
     return watch.peak_bytes
+
+
+def _piece_peak(source: str, given: list[tuple[str, Any]]) -> int:
+    """The most bytes that one call of a piece has made or holds of what it is `given`, by name, to be freed."""
+    peaks = []
+    for branch in compat_dry_run.branches(source):
+        with compat_dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            kept = {name: _stand_in(value) for name, value in given if name.startswith(OWNED)}
+            with compat_dry_run.AllocationWatch(list(kept.values()), library_workspace, NO_MEMORY) as watch:
+                call = compat_dry_run.dry_call(source, branch)
+                call([kept[name] if name in kept else _stand_in(value) for name, value in given])
+        peaks.append(watch.peak_bytes)
+    return max(peaks)
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:

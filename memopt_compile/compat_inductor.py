@@ -151,12 +151,15 @@ def _no_guards_on_constants(shapes: Any) -> Iterator[None]:
     shapes.guards[guards:] = [g for g in shapes.guards[guards:] if not g.expr.free_symbols & made]
 
 
-def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callable[[list], Any], str]:
+def compile_graph(module: fx.GraphModule, stores: bool = False,
+                  in_order: bool = False) -> tuple[Callable[[list], Any], str]:
     """The boxed callable that Inductor makes of `module`, and the wrapper's source.
 
     Every output keeps the strides of its fake value, because what reads it was compiled for
     them. CUDA graphs are off: a piece's inputs move from call to call. With `stores`, what is
     read several times is stored between, if it takes more than a few operators: see `computed_again`.
+
+    Inductor puts each operator right before its first reader, unless the graph's order is to be kept (`in_order`).
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
@@ -169,7 +172,8 @@ def compile_graph(module: fx.GraphModule, stores: bool = False) -> tuple[Callabl
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
     # A context of its own: what Inductor notes in it belongs to this graph alone.
     realized = config.patch(realize_opcount_threshold=8) if stores else computed_again(module.graph)
-    with tracing(TracingContext(_fake_mode(values))), realized, as_memopt_wants():
+    placed = config.patch(reorder_for_locality=config.reorder_for_locality and not in_order)
+    with tracing(TracingContext(_fake_mode(values))), realized, placed, as_memopt_wants():
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
 

@@ -43,7 +43,7 @@ from .backends import eager, inductor
 from .distributed import tensor_parallel
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
-from .records import Compilation, remember
+from .records import Compilation, nothing_runs, remember
 from .step_graph import source_line
 from .verification import regions, run_regions_once, verifying
 
@@ -93,7 +93,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = _lowering(opts.lowering, _device(example_inputs))
-    if lowering == "inductor" and _device(example_inputs).type == "cpu":
+    if lowering == "inductor" and _device(example_inputs).type == "cpu" and not nothing_runs():
         inductor.warm_up()
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
                          reason=notes.reason, device=_device(example_inputs))

@@ -29,6 +29,7 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import operator
@@ -71,8 +72,8 @@ class Piece:
     owner: torch.nn.Module = field(default_factory=torch.nn.Module)
 
     def module(self) -> fx.GraphModule:
-        """The graph with its code, which costs more to write than the graph: ask for it once a key."""
-        return fx.GraphModule(self.owner, self.graph)
+        """A copy of the graph with its code, which costs more to write than the graph: ask for it once a key."""
+        return fx.GraphModule(self.owner, copy.deepcopy(self.graph))
 
 
 # ------------------------------------------------------------------------ kinds of node

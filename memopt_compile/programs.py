@@ -27,7 +27,7 @@ from .liveness import Timeline, resident_bytes, timeline
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
-from .records import Compilation, captured_only
+from .records import Compilation, captured_only, nothing_runs
 from .replaying import Replayed
 from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
@@ -36,8 +36,8 @@ log = logging.getLogger("memopt_compile")
 RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
-ABOVE = 3  # rungs, the budget's own among them: how much less it may need without being left out itself
-UNPLANNED = 6  # rungs: the same of the step without a plan, of which fusion makes most
+ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
+UNPLANNED = 10  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -177,8 +177,9 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
     """A boxed callable, and the bytes of its peak."""
     if record.lowering == "eager":
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
+    held = record.options.memory_budget is not None
     # With a budget this may be one try of several: kernels are for the one that is taken.
-    lowered = inductor.lower(step, whole=not record.options.pieces, later=record.options.memory_budget is not None)
+    lowered = inductor.lower(step, whole=not record.options.pieces, later=held or nothing_runs(), tight=held)
     return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
 
 
@@ -201,9 +202,9 @@ def _measured(program: Program, record: Compilation) -> Program:
 
 
 def _finish(program: Program) -> None:
-    """Have the kernels of `program` compiled."""
+    """Have the kernels of `program` compiled, if it is to run."""
     for run in (program.run, program.watching):
-        if isinstance(run, inductor.Lowered):
+        if isinstance(run, inductor.Lowered) and not nothing_runs():
             run.finish()
 
 

@@ -191,6 +191,11 @@ def captured_only() -> bool:
     return _captured_only.get()
 
 
+def nothing_runs() -> bool:
+    """Whether what is compiled here is only planned."""
+    return _planned.get() is not None
+
+
 def code_of(step: Callable[..., Any]) -> CodeType:
     """The code of the user's function behind `step`, compiled or not.
 

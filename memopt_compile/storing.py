@@ -36,7 +36,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 def store_between(graph: fx.Graph) -> None:
     """Store results of a piece by these rules, from the first on."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    calls = [i for node, i in place.items() if _is_call(node)]
+    calls = [i for node, i in place.items() if is_call(node)]
     for node in place:
         readers = _readers(node) if len(node.users) > 1 and _inlined(node) else ()  # rule 2
         at = [place[reader] for reader in readers]
@@ -72,7 +72,8 @@ def _computed_with(node: fx.Node) -> list[fx.Node]:
     return list(found)[1:]
 
 
-def _is_call(node: fx.Node) -> bool:
+def is_call(node: fx.Node) -> bool:
+    """Whether Inductor calls a library for `node`."""
     return is_library(node.target) or getattr(node.target, "__name__", "").split(".")[0] in PRODUCTS
 
 
@@ -85,7 +86,7 @@ def _inlined(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return (fuses(node) and isinstance(value, Tensor) and not aliased_args(node)
             and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
-            and not any(_is_call(reader) or reader.target is STORE or reader.op == "output"
+            and not any(is_call(reader) or reader.target is STORE or reader.op == "output"
                         for reader in _readers(node, _is_view)))
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from memopt_compile import records
 from memopt_compile.errors import CaptureError, InfeasibleBudget, OptionError
@@ -186,6 +188,17 @@ def test_explain_predicts_what_the_step_then_does():
         report(step)
     step(*batch())
     assert report(step).predicted_peak_bytes == planned.predicted_peak_bytes
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_explain_does_without_the_compiler(budget, monkeypatch):
+    def no_compiler(*given):
+        pytest.fail("the compiler was called")
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", no_compiler)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", no_compiler)
+    assert explain(Trainer().step, *batch(), lowering="inductor", memory_budget=budget).predicted_peak_bytes > 0
 
 
 def test_explain_leaves_no_trace_in_dynamo():

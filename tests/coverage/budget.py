@@ -1,6 +1,7 @@
 """Budgets kept: models trained under ten budgets each, measured beside predicted, as a table.
 
-    python tests/coverage/budget.py [--only NAME ...] [--lowering eager] [--shares 0.95 ...]
+    python tests/coverage/budget.py [--only NAME ...] [--lowering eager] [--shares 0.95 ...] [--dry]
+                                                  (dry: planned and lowered, nothing run or measured)
     python tests/coverage/budget.py --least [--compress int4]
                                                   the smallest peak of a Llama-like stack
     python tests/coverage/budget.py --checkpoint [--compress int4]
@@ -128,37 +129,43 @@ def make_step(name: str, optimizer: Callable = adamw,
 
 
 def train(name: str, budget: int | None, lowering: str,
-          compress: str | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The report of `STEPS` steps, and the parameters after them."""
+          compress: str | None = None, dry: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The report of `STEPS` steps, and the parameters after them; of none if `dry`."""
     step, batch, model = make_step(name)
+    if dry:
+        return memopt.explain(step, *batch, lowering=lowering, memory_budget=budget, compress=compress), {}
     compiled = memopt.compile(step, lowering=lowering, memory_budget=budget, compress=compress)
     for _ in range(STEPS):
         compiled(*batch)
     return memopt.report(compiled), {k: v.detach() for k, v in model.named_parameters()}
 
 
-def rows(name: str, lowering: str, shares: Iterable[float]) -> Iterator[list[str]]:
-    """One row for each budget, from the largest, as it is measured."""
-    free, expected = train(name, None, lowering)
+def rows(name: str, lowering: str, shares: Iterable[float], dry: bool = False) -> Iterator[list[str]]:
+    """One row for each budget, from the largest, as it is measured, or predicted if `dry`."""
+    def measured(report: Any) -> str:
+        return "" if dry else mib(report.measured_peak_bytes)
+
+    free, expected = train(name, None, lowering, dry=dry)
     resident = free.resident_bytes
-    beyond = free.measured_peak_bytes - resident
-    yield [name, "none", "", mib(free.predicted_peak_bytes), mib(free.measured_peak_bytes), "", "", ""]
+    beyond = (free.predicted_peak_bytes if dry else free.measured_peak_bytes) - resident
+    yield [name, "none", "", mib(free.predicted_peak_bytes), measured(free), "", "", ""]
     before = None
     for share in sorted(shares, reverse=True):
         budget = resident + int(share * beyond)
         try:
-            report, got = train(name, budget, lowering)
+            report, got = train(name, budget, lowering, dry=dry)
         except memopt.InfeasibleBudget as refusal:
             yield [name, f"{share:.2f}", mib(budget), "", "",
                    "refused: " + refusal.what.split(" and the budget")[0], "", ""]
             continue
         seconds = report.plan.seconds if report.plan else 0.0
-        kept = "yes" if report.measured_peak_bytes <= budget else "NO"
-        if before and (report.measured_peak_bytes > before[0] or seconds < before[1]):
+        peak = report.predicted_peak_bytes if dry else report.measured_peak_bytes
+        kept = "yes" if peak <= budget else "NO"
+        if before and (peak > before[0] or seconds < before[1]):
             kept += ", NOT monotone"
-        before = report.measured_peak_bytes, seconds
-        yield [name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes),
-               mib(report.measured_peak_bytes), kept, f"{1e3 * seconds:.2f} ms", f"{difference(expected, got):.0e}"]
+        before = peak, seconds
+        yield [name, f"{share:.2f}", mib(budget), mib(report.predicted_peak_bytes), measured(report), kept,
+               f"{1e3 * seconds:.2f} ms", "" if dry else f"{difference(expected, got):.0e}"]
 
 
 def least(lowering: str, compress: str | None) -> None:
@@ -270,6 +277,7 @@ def main() -> None:
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--shares", nargs="*", type=float)
     parser.add_argument("--precisions", nargs="*", default=("float64", "float32"), choices=("float64", "float32"))
+    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--least", action="store_true")
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
     parser.add_argument("--checkpoint", action="store_true")
@@ -284,12 +292,12 @@ def main() -> None:
         gradients(options.only, options.lowering, options.shares or (0.95, 0.5), options.precisions)
         return
     if options.one:
-        for row in rows(options.one, options.lowering, options.shares or SHARES):
+        for row in rows(options.one, options.lowering, options.shares or SHARES, options.dry):
             print("\t".join(row), flush=True)
         return
     table = []
     for found in in_processes(__file__, options.only, options.lowering,
-                              ["--shares", *map(str, options.shares or SHARES)]):
+                              ["--shares", *map(str, options.shares or SHARES), *["--dry"] * options.dry]):
         table += found
         print(tabulate(found, HEAD, tablefmt="github", disable_numparse=True), flush=True)
     kept = [row[5] for row in table if row[2]]
