@@ -301,7 +301,7 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if _notes.left:
         compat_breaks.run_in_eager(_notes.reason)
-    prepared = function_capture.prepare(self.fn, args, kwargs, tx)
+    prepared = function_capture.prepare(self, args, kwargs, tx)
     if prepared is not None:
         return prepared
     if (self.fn.__module__, self.fn.__name__) == MICRO_BATCHES:

@@ -29,13 +29,33 @@ def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = 
     return is_causal is True
 
 
+class Unscaled:
+    """The methods of a `GradScaler` that is not enabled. (Dynamo enters none of torch's own.)"""
+
+    def scale(self: Any, outputs: Any) -> Any:
+        return None if self._enabled else outputs  # Dynamo guards on what is asked
+
+    def unscale_(self: Any, optimizer: Any) -> None:
+        pass
+
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    def update(self: Any, new_scale: Any = None) -> None:
+        pass
+
+
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
 TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
                torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
 
 
-def prepare(function: Any, args: Any, kwargs: Any, tx: Any) -> Any:
-    """The result of one of `PREPARATIONS`, None for any other function."""
+def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
+    """The result of one of `PREPARATIONS` or `Unscaled`, None for any other function."""
+    function, owner = called.fn, getattr(called, "obj", None)
+    unscaled = vars(Unscaled).get(function.__name__) if function.__module__ == "torch.amp.grad_scaler" else None
+    if unscaled and owner and not compat.object_behind(owner).is_enabled():
+        return compat.UserMethodVariable(unscaled, owner).call_function(tx, args, kwargs)
     if kwargs or (function.__module__, function.__name__) not in PREPARATIONS:
         return None
     given = [compat.object_behind(a) for a in args]

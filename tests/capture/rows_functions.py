@@ -25,6 +25,26 @@ class Recurrent(nn.Module):
 
 
 @row
+def grad_scaler_that_is_not_enabled() -> Loop:
+    """Training code for all types has one."""
+    model = mlp()
+    opt = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
 def rnn() -> Loop:
     return plain(Recurrent(nn.RNN))
 
