@@ -52,7 +52,10 @@ RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 def _add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any = None) -> Any:
     """``add_(other, alpha=number)`` with a number that is a tensor: the operator whose kernel gives eager's bits.
-    (torch 2.11 rounds a product of its own, 2.13 has a private operator that does so without Inductor.)"""
+    (torch 2.11 rounds a product of its own, of plain numbers too; 2.13 has a private operator that does so without
+    Inductor.)"""
+    if alpha is not None and alpha.is_python_constant():
+        return None
     if not isinstance(alpha, TensorVariable):
         return original(self, tx, other, alpha=alpha)
     return self.call_method(tx, "copy_", [_sum_scaled(tx, self, other, alpha)], {})
