@@ -21,9 +21,7 @@ from data import random_batch, shakespeare
 from models import GPT, GPTConfig
 
 import memopt_compile as memopt
-from memopt_compile.bench import WAYS, answer, compare
-
-HALF = {"memopt, memory_budget=0.5": ("--measure", "memopt", "--budget", "0.5")}
+from memopt_compile.bench import answer, compare
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -126,4 +124,4 @@ if __name__ == "__main__":
         with ranks(options.zero) as (rank, mesh):
             run(options, rank, mesh)
         if options.compare:
-            compare([sys.executable, *sys.argv], WAYS if options.budget else WAYS | HALF)
+            compare([sys.executable, *sys.argv], share=None if options.budget else 0.5)

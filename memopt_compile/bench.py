@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from .errors import InfeasibleBudget, MemoptError
 from .measure import measure
+from .options import format_bytes
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
@@ -54,31 +55,37 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         print(json.dumps([timed()]), flush=True)
 
 
-def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS) -> None:
-    """Run `command`, which calls `answer`, with the arguments of each way, and print one table.
+def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, share: float | None = None) -> None:
+    """Run `command`, which calls `answer`, with the arguments of each way, and print one table. With `share` memopt runs
+    once more, with this share of the lowest peak of the others as its `--budget`.
 
     Each process has a compilation cache of its own, so that none finds what another compiled.
     The timed rounds take turns, so that all see the same machine.
     """
     names = [name for name in ways if "inductor" not in ways[name] or _has_compiler()]
+    workers: dict[str, _Worker] = {}
+    found: dict[str, Any] = {}
     with ExitStack() as stack:
-        workers = {}
-        found, times = {}, {name: [] for name in names}
-        for name in names:
+        def start(name: str, arguments: Sequence[str]) -> None:
             print(f"measuring {name} ...", flush=True)
             cache = stack.enter_context(tempfile.TemporaryDirectory())
-            workers[name] = stack.enter_context(_Worker([*command, *ways[name]], cache))
+            workers[name] = stack.enter_context(_Worker([*command, *arguments], cache))
             found[name] = workers[name].answer()
             if "refused" in found[name]:
                 print(f"{name} is refused: {found.pop(name)['refused']}", flush=True)
-        names = [name for name in names if name in found]
+
+        for name in names:
+            start(name, ways[name])
+        lower = min(found[name]["peak"] for name in [n for n in found if "memopt" not in ways[n]] or found)
+        if share is not None:
+            budget = format_bytes(int(share * lower))
+            start(f"memopt, budget {budget}", ("--measure", "memopt", "--budget", budget))
+        times: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(ROUNDS):
-            for name in names:
+            for name in found:
                 times[name] += workers[name].ask()
-    rivals = [name for name in names if "memopt" not in ways[name]] or names
-    lower = min(found[name]["peak"] for name in rivals)
     rows = []
-    for name in names:
+    for name in found:
         peak, predicted = found[name]["peak"], found[name].get("predicted")
         told = (f"{predicted / 2**20:.2f}", f"{predicted / peak - 1:+.2%}") if predicted else ("",) * 2
         rows.append((name, f"{peak / 2**20:.2f}", f"{peak / lower:.3f}", *told,

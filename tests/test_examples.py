@@ -78,7 +78,7 @@ def test_gpt_learns_and_its_comparison_is_one_table():
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines()
             if line.lstrip().startswith(("eager ", "torch.compile ", "memopt "))}
     assert rows.keys() == {"eager", "memopt"}
-    assert re.search(r"^memopt, memory_budget=0.5 is refused: the smallest peak found, .+ is 2\.", output, flags=re.MULTILINE)
+    assert re.search(r"^memopt, budget .+ is refused: the smallest peak found, .+ is 2\.", output, flags=re.MULTILINE)
     assert float(rows["memopt"][0]) <= float(rows["eager"][0])
     assert abs(float(rows["memopt"][3].rstrip("%"))) <= 1.0
 
