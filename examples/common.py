@@ -24,8 +24,7 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
                         help="inductor is plain torch.compile, eager is no compiler at all")
     parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor",
                         help="how memopt runs its graph")
-    parser.add_argument("--budget", type=budget, metavar="SIZE",
-                        help='memopt\'s memory_budget, as "200MiB", or a share of the step\'s peak, as 0.5')
+    parser.add_argument("--budget", metavar="SIZE", help='memopt\'s memory_budget, as "200MiB"')
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model")
@@ -33,13 +32,6 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
                         help="then measure eager, torch.compile and memopt, each in a process")
     parser.add_argument("--measure", choices=BACKENDS, help=argparse.SUPPRESS)  # one such process
     return parser
-
-
-def budget(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def compiled(step: Any, options: argparse.Namespace) -> Any:
