@@ -59,12 +59,14 @@ NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 
 def default(options: Options, lowering: str, limit_bytes: int | None = None,
             device: torch.device | None = None, free: bool = True, smallest: bool = True,
-            formats: Mapping[str, str] = NO_FORMATS, at_most: float = math.inf) -> tuple[StepPass, ...]:
+            formats: Mapping[str, str] = NO_FORMATS, at_most: float = math.inf,
+            in_order: bool = True) -> tuple[StepPass, ...]:
     """The passes that `options` ask for. Read it as the story of what happens to a step.
 
     `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what
     runs again; with `smallest` a plan is taken even if none fits, and none that adds more than `at_most`
-    seconds. `formats` by an activation's name are offered in place of "int4 outliers".
+    seconds. `formats` by an activation's name are offered in place of "int4 outliers". With `in_order` the
+    eager lowering, an oracle, looks for a plan that adds up as the step does before one that does not.
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
@@ -119,8 +121,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held and not eager, partial(ChunkLogits, limit_bytes)),
         # And still? Decide which activations to keep, and compress the others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
-        # (The eager lowering, an oracle, adds up in another order only if nothing else fits.)
-        (held and eager, partial(plan, or_smallest=False)),
+        (held and eager and in_order, partial(plan, or_smallest=False)),
         (held and eager, partial(ChunkLogits, limit_bytes)),
         (held, plan),
         (held, Recompute),
@@ -167,9 +168,10 @@ def rewritten(
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
     What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
-    at once, and the planner does not take them back. So all of it is left to the planner too, and of the
-    two ways the one that adds less time is taken, or else a smaller limit could have the faster step. If
-    nothing fits either way, the smaller peak of both is taken.
+    at once, and the planner does not take them back. So all of it is left to the planner too. And a plan that
+    adds up as the step does may have to compute much again for logits that are there whole. Of all ways the one
+    that adds least time is taken, or else a smaller limit could have the faster step. If nothing fits with free
+    recomputation nor without, the smaller peak of both is taken.
 
     Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
     lowering, has what these passes have made of it, for other plans.
@@ -206,16 +208,25 @@ def rewritten(
         best = min(found, tight, last, key=peak)
         # `observe` is told of what is taken last.
         return best if best is last else by(chosen(smallest=False) if best is found else chosen(free=False), observe)
-    plan, changed = found[0].plan, {r.name for r in found[1] if r.op_changes}
-    if plan is None or not plan.seconds or RematerializeFree.name not in changed:
-        return found
-    # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
-    faster = chosen(free=False, smallest=False, at_most=plan.seconds * (1 - GAP))
-    rival, _ = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
-    if rival.plan is None and peak((rival, ())) > limit_bytes:
-        return found
-    rival = by(faster, observe)
-    return rival if peak(rival) <= limit_bytes else by(chosen(smallest=False), observe)
+    way: dict[str, bool] = {}
+    seen = way  # by `observe`
+    for other, of in (({"in_order": False}, ChunkLogits), ({"free": False}, RematerializeFree)):
+        plan, changed = found[0].plan, {r.name for r in found[1] if r.op_changes}
+        if plan is None or not plan.seconds:
+            break
+        if of is ChunkLogits and (lowering != "eager" or of.name in changed) \
+                or of is RematerializeFree and of.name not in changed:
+            continue
+        # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
+        faster = chosen(**way, **other, smallest=False, at_most=plan.seconds * (1 - GAP))
+        rival, records = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
+        if rival.plan is None and peak((rival, ())) > limit_bytes:
+            continue
+        seen = way | other
+        rival = by(faster, observe)
+        if peak(rival) <= limit_bytes:
+            found, way = rival, seen
+    return found if seen is way else by(chosen(**way, smallest=False), observe)
 
 
 def behind_compression(options: Options, lowering: str, limit_bytes: int,

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .compat_trace import float32_precision, hinted, pytree
-from .step_graph import OPERATOR, aliased_args, is_collective, nbytes
+from .step_graph import OPERATOR, aliased_args, is_collective, mutated_args, nbytes
 from .transfers import BEGINNINGS
 
 
@@ -47,8 +47,18 @@ A100 = Rates("A100", {torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bflo
 CPU = Rates("CPU", {torch.float64: 20e9, torch.float32: 40e9, torch.bfloat16: 20e9,
                     torch.float16: 20e9}, 10e9, 1e-6, 10e9)
 GPUS = (H200, H100, A100)
-CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten._convolution, torch.ops.aten.convolution_backward,
-                torch.ops.aten.cudnn_convolution, torch.ops.aten.convolution_overrideable}
+aten = torch.ops.aten
+# PyTorch counts neither the CPU's attention nor products that are added in place.
+FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        flop_registry[aten._scaled_dot_product_flash_attention_backward],
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
+}
+CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward, aten.cudnn_convolution,
+                aten.convolution_overrideable}
 
 
 def rates(device: torch.device | str) -> Rates:
@@ -64,7 +74,7 @@ def flops(node: fx.Node) -> int:
     """Floating-point operations of `node`: PyTorch's formula, or one for each element it makes."""
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"),
                                         (tuple(node.args), dict(node.kwargs)))
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = FLOPS.get(getattr(node.target, "overloadpacket", None))
     value = node.meta.get("val")
     if formula is not None:
         return hinted(formula(*args, **kwargs, out_val=value))
@@ -75,7 +85,7 @@ def in_tf32(node: fx.Node) -> bool:
     """Whether PyTorch lets a GPU compute `node` in TF32: of float32, and what its settings name."""
     packet = getattr(node.target, "overloadpacket", None)
     kind = "conv" if packet in CONVOLUTIONS else "matmul"
-    return (packet in flop_registry and _dtype(node) == torch.float32
+    return (packet in FLOPS and _dtype(node) == torch.float32
             and float32_precision("cuda", kind) == "tf32")
 
 
@@ -89,8 +99,8 @@ class Seconds(Protocol):
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether `node` is an operator that makes something, and no view or item."""
-    return isinstance(node.target, OPERATOR) and not aliased_args(node)
+    """Whether `node` is an operator that makes or changes something, and no view or item."""
+    return isinstance(node.target, OPERATOR) and bool(mutated_args(node) or not aliased_args(node))
 
 
 @dataclass(frozen=True)

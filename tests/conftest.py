@@ -3,12 +3,16 @@ measured stays out of the user's cache, the garbage collector leaves alone what 
 torch writes no logs that nobody reads.
 
 The collector would go through a million objects of torch's again and again, a quarter of the time of all
-tests. pytest captures loggers that do not propagate by handlers of its own: then the structured trace is on,
-and every graph is printed for it several times. And Dynamo makes a text of each side effect with its whole
-stack, which is deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
+tests. And every measurement collects all garbage, among what tests have left for good (torch's caches, and a few
+objects for each guard): that is left alone too, from time to time.
+
+pytest captures loggers that do not propagate by handlers of its own: then the structured trace is on, and every
+graph is printed for it several times. And Dynamo makes a text of each side effect with its whole stack, which is
+deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
 """
 
 import gc
+import itertools
 import logging
 
 import pytest
@@ -28,6 +32,15 @@ torch._dynamo.config.side_effect_replay_policy = "silent"
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+TESTS = itertools.count(1)
+
+
+def pytest_runtest_setup(item):
+    if next(TESTS) % 25 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

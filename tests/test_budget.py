@@ -28,10 +28,10 @@ models = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(models)
 
 
-def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64):
+def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64, vocabulary=40):
     """A fresh GPT's step and its arguments, always from the same numbers."""
     torch.manual_seed(0)
-    model = models.GPT(models.GPTConfig(40, layers, 32, 2, 32, dropout)).to(dtype)
+    model = models.GPT(models.GPTConfig(vocabulary, layers, 32, 2, 32, dropout)).to(dtype)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x, y):
@@ -42,7 +42,7 @@ def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64):
         opt.zero_grad()
         return loss.detach()
 
-    tokens = torch.randint(40, (16, 32))
+    tokens = torch.randint(vocabulary, (16, 32))
     return step, (tokens, tokens.roll(-1, 1)), model
 
 
@@ -200,6 +200,15 @@ def test_the_frontier_is_monotone(frontier):
         assert smaller.seconds >= larger.seconds * 0.99
     assert points[0].fits and not points[-1].fits
     assert all(p.peak_bytes > frontier.resident_bytes for p in points)
+
+
+def test_logits_go_by_parts_where_that_is_faster_than_to_compute_more_again():
+    """Else a smaller budget, which only parts can keep, would have the faster step."""
+    step, args, _ = make(layers=2, vocabulary=1000)
+    points = memopt.explain(step, *args, lowering="eager", memory_budget=[0.9, 0.5]).points
+    assert all(p.fits and not p.seconds for p in points)
+    changed = {p.name for p in memopt.explain(step, *args, lowering="eager", memory_budget=0.9).passes if p.op_changes}
+    assert "chunk_logits" in changed and "recompute" not in changed
 
 
 def test_the_frontier_prints_and_draws(frontier, tmp_path):

@@ -94,3 +94,27 @@ def test_rates_by_the_name_of_the_device(nodes):
     with (mock.patch.object(torch.cuda, "is_available", return_value=True),
           mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H100 80GB HBM3")):
         assert rate(seconds.rates("cuda"), nodes["mm"]) == pytest.approx(67e12)
+
+
+@pytest.mark.parametrize("call, functional", [
+    (torch.Tensor.addmm_, torch.addmm), (torch.Tensor.baddbmm_, torch.baddbmm), (torch.Tensor.mul_, torch.mul)])
+def test_what_is_computed_in_place_takes_its_time_too(call, functional):
+    shape = (4, 32, 32) if functional is torch.baddbmm else (32, 32)
+    operands = [torch.ones(*shape) for _ in range(2 if functional is torch.mul else 3)]
+    times = []
+    for each in (call, functional):
+        graph = make_fx(lambda *a: each(*a), tracing_mode="fake")(*operands).graph
+        times.append(sum(map(roofline("cpu"), (n for n in graph.nodes if n.op == "call_function"))))
+    assert 0 < times[0] <= times[1]
+    assert functional is torch.mul or times[0] > 2 * 32**3 / CPU.flops[torch.float32]
+
+
+def test_attention_on_a_cpu_takes_the_flops_of_its_products():
+    def attend(q):
+        out = F.scaled_dot_product_attention(q, q, q)
+        return torch.autograd.grad(out.sum(), q)
+
+    q = torch.ones(2, 3, 64, 16, requires_grad=True)
+    counts = [flops(n) for n in make_fx(attend, tracing_mode="fake")(q).graph.nodes if "attention" in n.name]
+    product = 2 * 2 * 3 * 64 * 64 * 16
+    assert counts == [2 * product, 5 * product]
