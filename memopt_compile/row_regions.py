@@ -3,7 +3,8 @@
 1. A region begins at a product [N, V] of forward that is wider than the rows it is made of, and of
    which forward makes something else than operands of a next product.
 2. It is what the rows flow through (`rowwise.rule`), up to products back to narrow rows and to sums over
-   rows, one of them a gradient as wide; and whatever else as wide is made for it and can be made in parts.
+   rows, one of them a gradient: as wide, or of the narrow rows (of frozen weights there is no other); and
+   whatever else as wide is made for it and can be made in parts.
 3. Nothing else may read a wide value of it (a step that returns its logits, say), nor may it depend on a
    result of it (a gradient scaled by the loss). Narrow rows may be read: they are results then.
 4. What it reads that is made behind its beginning can run before: it writes and draws nothing.
@@ -42,7 +43,7 @@ def regions(step: StepGraph) -> list[Region | str]:
     found: list[Region | str] = []
     taken: set[fx.Node] = set()
     for product in sorted(products, key=lambda n: -n.meta["val"].numel()):
-        region = _region(product, order, place)
+        region = _region(step, product, order, place)
         if isinstance(region, Region):
             read = (a for n in region.rules for a in n.all_input_nodes)
             if not taken.isdisjoint((*region.rules, *read, *region.moved)):
@@ -78,7 +79,7 @@ def _is_reduced(step: StepGraph, product: fx.Node) -> bool:
     return False
 
 
-def _region(product: fx.Node, order: list[fx.Node], place: Mapping[fx.Node, int]) -> Region | str:
+def _region(step: StepGraph, product: fx.Node, order: list[fx.Node], place: Mapping[fx.Node, int]) -> Region | str:
     """Rules 1 to 4."""
     left = _left(product)
     rows, narrow = left.meta["val"].shape
@@ -106,8 +107,9 @@ def _region(product: fx.Node, order: list[fx.Node], place: Mapping[fx.Node, int]
                             f"{what} needs all rows of {op_name(value)} at once")
                 results[value] = None
             behind.add(node)
-    if not any(rules[n].result == SUM and width(n.meta["val"], 1) > narrow for n in results):
-        return f"nothing sums up over the rows of {op_name(product)}"
+    if not any(width(n.meta["val"], 1) > narrow if rules[n].result == SUM else
+               n.target in PRODUCTS and step.phase(n) is Phase.BACKWARD for n in results):
+        return f"no gradient comes of the rows of {op_name(product)}"
     _draw_in(rules, left, rows, narrow)
     moved = _made_behind(rules, place, place[product])
     fixed = [n for n in moved if mutated_args(n) or is_random(n) or is_collective(n)]

@@ -198,7 +198,43 @@ def bert_base(dropout: float = 0.0) -> tuple:
     return model, lambda x, y: model(input_ids=x, labels=y).loss, tokens(config.vocab_size, 8, 128)
 
 
-CHECKPOINTED = {"Llama, 12 layers": llama, "BERT": bert, "ViT": vit, "GPT-2": gpt2, "BERT-Base": bert_base}
+class Adapted(torch.nn.Module):
+    """What is there, and a product of rank 8 beside it that alone is trained (LoRA)."""
+
+    def __init__(self, there: torch.nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.there = there
+        self.down, self.up = torch.nn.Linear(inputs, 8, bias=False), torch.nn.Linear(8, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.there(x) + self.up(self.down(x))
+
+
+def gpt2_adapters(dropout: float = 0.0) -> tuple:
+    """GPT-2 frozen, with an adapter at the queries, keys and values of each layer."""
+    model, loss, batch = gpt2(dropout)
+    model.requires_grad_(False)
+    for layer in model.transformer.h:
+        layer.attn.c_attn = Adapted(layer.attn.c_attn, *layer.attn.c_attn.weight.shape)
+    return model, loss, batch
+
+
+def bert_adapters(dropout: float = 0.0) -> tuple:
+    """BERT-Base frozen, with adapters at the queries and values of each layer, to tell classes of texts."""
+    from transformers import BertConfig, BertForSequenceClassification
+    model = BertForSequenceClassification(BertConfig(
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=4))
+    model.bert.requires_grad_(False)
+    for layer in model.bert.encoder.layer:
+        at = layer.attention.self
+        at.query, at.value = Adapted(at.query, 768, 768), Adapted(at.value, 768, 768)
+    texts = torch.randint(model.config.vocab_size, (8, 128))
+    return model, lambda x, y: model(input_ids=x, labels=y).loss, (texts, torch.randint(4, (8,)))
+
+
+CHECKPOINTED = {"Llama, 12 layers": llama, "BERT": bert, "ViT": vit, "GPT-2": gpt2,
+                "BERT-Base": bert_base, "GPT-2, adapters": gpt2_adapters,
+                "BERT-Base, adapters": bert_adapters}
 
 
 def checkpoint(names: list[str], lowering: str, compress: str | None) -> None:
