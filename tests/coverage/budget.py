@@ -240,13 +240,18 @@ CHECKPOINTED = {"Llama, 12 layers": llama, "BERT": bert, "ViT": vit, "GPT-2": gp
 def checkpoint(names: list[str], lowering: str, compress: str | None) -> None:
     """A checkpoint around every layer; and no checkpoint but a budget, planned: of the peak that the checkpoints
     have in eager, measured, and of what they have when memopt plans the step that has them."""
-    table = []
+    table, made = [], []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(adamw(parameters))
+        return made[-1]
+
     for name in names:
         MODELS["plain"] = partial(CHECKPOINTED[name], dropout=0.0), 1
-        step, batch, model = make_step("plain")
+        step, batch, model = make_step("plain", optimizer)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         step(*batch)
-        eager = memopt.measure(step, *batch).peak_bytes
+        eager = memopt.measure(step, *batch, resident=(model, made.pop())).peak_bytes
         marked = explaining.planned(step, batch, {"lowering": lowering})
         step, batch, _ = make_step("plain")
         for whose, peak in (("eager", eager), ("memopt", marked.predicted_peak_bytes)):
