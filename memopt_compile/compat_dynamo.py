@@ -302,6 +302,7 @@ def tracing_scope(
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
+                            capture_dynamic_output_shape_ops=True,  # or not: `compat_breaks.restart_without_data_sizes`
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),

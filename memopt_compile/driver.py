@@ -27,6 +27,7 @@ from . import (
     compat_data,
     compat_dynamo,
     compat_trace,
+    data_sizes,
     devices,
     loop_capture,
     loops,
@@ -83,6 +84,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
+    if kind == "model" and data_sizes.are_in(gm.graph):
+        _without_data_sizes(notes, "there is no step")
     reading = _read_later(gm, kind, notes)
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
@@ -110,6 +113,14 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if record.kind == "step":
         _stepped.add(notes.step)
     return reading(run) if reading else run
+
+
+def _without_data_sizes(notes: capture.Notes, why: object) -> None:
+    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless the user has it go on."""
+    output = compat_breaks.traced_now()
+    if not (notes.data_sizes or compat_breaks.demands_one_graph(output)):
+        log.info("%s: the graph ends where only the data tell a size: %s", notes.where, why)
+        compat_breaks.restart_without_data_sizes(output, str(why))
 
 
 def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable[[Callable], Callable] | None:
@@ -258,11 +269,15 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         unlike, views = _cause(error, loops.Unlike), compat_breaks.refuses_views(error)
         if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
-        if not (views or _caused_by(error, _NotWhole)):
+        unbounded = _cause(error, data_sizes.REFUSED)
+        if unbounded:
+            _without_data_sizes(notes, unbounded)
+        if not (views or unbounded or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
         line, why, remedy = (
             ("", "an input of the step is a view of another that it changes",
-             "give the step the tensor that is viewed, and take the view in it") if views else _why_not_whole(gm))
+             "give the step the tensor that is viewed, and take the view in it") if views else
+            data_sizes.refusal(unbounded) if unbounded else _why_not_whole(gm))
         if compat_breaks.demands_one_graph(notes.trace):
             raise CaptureError(why, where=f"{line or notes.where}, fullgraph=True", do=remedy) from None
         return _in_eager(gm, record, notes, why, remedy, line)

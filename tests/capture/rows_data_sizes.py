@@ -1,0 +1,334 @@
+"""Steps in which the sizes of tensors depend on data: masks, positions, what is unique."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from loops import BATCH, CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, row
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def kept(i: int) -> tuple[Tensor]:
+    """Which of a batch count in step `i`: some, all, none, one."""
+    places = torch.arange(BATCH, device="cpu")
+    return ((places % 3 != 0, places >= 0, places < 0, places == 2)[i % 4],)
+
+
+def masked(loss_of: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor], model: nn.Module | None = None) -> Loop:
+    model = model or mlp()
+    opt = adamw(model)
+
+    def step(x, y, keep):
+        loss = loss_of(model, x, y, keep)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step, arguments=kept)
+
+
+@row
+def boolean_mask() -> Loop:
+    """As of tokens that are not predicted; but a sum, since the mean of none is nan."""
+    return masked(lambda model, x, y, keep: F.cross_entropy(model(x)[keep], y[keep], reduction="sum"))
+
+
+@row
+def boolean_mask_from_labels() -> Loop:
+    def loss_of(model, x, y, keep):
+        y = torch.where(keep, y, -100)
+        labelled = y != -100
+        return F.cross_entropy(model(x)[labelled], y[labelled], reduction="sum") / labelled.sum().clamp(min=1)
+
+    return masked(loss_of)
+
+
+@row
+def mask_of_two_dimensions() -> Loop:
+    def loss_of(model, x, y, keep):
+        wanted = keep[:, None] & (x[:, :CLASSES] > 0)
+        return (model(x)[wanted] - x[:, :CLASSES][wanted]).square().sum()
+
+    return masked(loss_of)
+
+
+@row
+def masked_select() -> Loop:
+    return masked(lambda model, x, y, keep: model(x).masked_select(keep[:, None]).exp().sum())
+
+
+@row
+def positions_by_nonzero() -> Loop:
+    def loss_of(model, x, y, keep):
+        places = keep.nonzero().squeeze(1)
+        return -model(x).log_softmax(1)[places, y[places]].sum()
+
+    return masked(loss_of)
+
+
+@row
+def positions_by_where() -> Loop:
+    def loss_of(model, x, y, keep):
+        rows, columns = torch.where(keep[:, None] & (x[:, :CLASSES] > 0))
+        return model(x)[rows, columns].tanh().sum()
+
+    return masked(loss_of)
+
+
+@row
+def nonzero_as_tuple() -> Loop:
+    def loss_of(model, x, y, keep):
+        (places,) = torch.nonzero(keep, as_tuple=True)
+        return F.cross_entropy(model(x).index_select(0, places), y[places], reduction="sum")
+
+    return masked(loss_of)
+
+
+@row
+def focal_loss_of_positives() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits, target = model(x), F.one_hot(y, CLASSES).to(x.dtype)
+        p = torch.sigmoid(logits)
+        each = (1 - torch.where(target > 0, p, 1 - p)) ** 2 * F.binary_cross_entropy_with_logits(
+            logits, target, reduction="none")
+        positive = (target > 0) & keep[:, None]
+        return each[positive].sum() / positive.sum().clamp(min=1) + each[~positive].mean()
+
+    return masked(loss_of)
+
+
+@row
+def boxes_that_are_kept() -> Loop:
+    def loss_of(model, x, y, keep):
+        boxes, wanted = model(x)[keep], x[keep][:, :4]
+        low, high = torch.maximum(boxes[:, :2], wanted[:, :2]), torch.minimum(boxes[:, 2:], wanted[:, 2:])
+        wide, tall = (high - low).clamp(min=0).unbind(1)
+        return F.smooth_l1_loss(boxes, wanted, reduction="sum") - (wide * tall).sum()
+
+    return masked(loss_of)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, CLASSES)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(1).max(1)
+        result = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            places = (chosen == i).nonzero().squeeze(1)
+            result = result.index_add(0, places, expert(x[places]).tanh() * weight[places, None])
+        return self.head(result)
+
+
+@row
+def mixture_of_experts() -> Loop:
+    return masked(lambda model, x, y, keep: F.cross_entropy(model(x), y), Experts())
+
+
+@row
+def contrastive() -> Loop:
+    def loss_of(model, x, y, keep):
+        z = F.normalize(model(x), dim=1)
+        similar = z @ z.T
+        others = similar[~torch.eye(BATCH, dtype=torch.bool)].view(BATCH, BATCH - 1)
+        return others.logsumexp(1).mean()
+
+    return masked(loss_of)
+
+
+@row
+def unique_indices() -> Loop:
+    model = nn.ModuleList([nn.Embedding(CLASSES, WIDTH), mlp()])
+
+    def loss_of(model, x, y, keep):
+        found, place = torch.unique(y, return_inverse=True)
+        return F.cross_entropy(model[1](x + model[0](found)[place]), y)
+
+    return masked(loss_of, model)
+
+
+@row
+def rows_by_lengths() -> Loop:
+    """The tokens of sequences of several lengths without their padding."""
+    def loss_of(model, x, y, keep):
+        there = torch.arange(3) < (y % 3 + 1)[:, None]
+        tokens = x.view(BATCH, 3, WIDTH // 3).repeat(1, 1, 3)[there]
+        return model(tokens).square().mean()
+
+    return masked(loss_of)
+
+
+@row
+def dropout_of_what_is_kept() -> Loop:
+    return masked(lambda model, x, y, keep: F.dropout(model(x)[keep], 0.3).square().sum())
+
+
+@row
+def checkpointed_mask() -> Loop:
+    def loss_of(model, x, y, keep):
+        def chosen(x):
+            return model(x)[keep].tanh()
+
+        return checkpoint(chosen, x, use_reentrant=False).square().sum()
+
+    return masked(loss_of)
+
+
+@row
+def kept_rows_returned() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y, keep):
+        logits = model(x)[keep]
+        loss = logits.square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss, logits.detach(), logits.shape[0]
+
+    return loop(model, opt, step, arguments=kept)
+
+
+@row
+def number_of_kept_rows() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits = model(x)[keep]
+        return logits.square().sum() / (logits.shape[0] + 1)
+
+    return masked(loss_of)
+
+
+@row
+def assigned_by_mask() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits = model(x).clone()
+        logits[keep] = logits[keep] * 2
+        logits[~keep] = 0.5
+        return F.cross_entropy(logits, y)
+
+    return masked(loss_of)
+
+
+@row
+def mask_that_changes() -> Loop:
+    """One mask read twice, with a write between."""
+    def loss_of(model, x, y, keep):
+        logits, wanted = model(x), keep.clone()
+        first = logits[wanted.nonzero().squeeze(1)].square().sum()
+        wanted[0] = True
+        return first + logits[wanted.nonzero().squeeze(1)].exp().sum()
+
+    return masked(loss_of)
+
+
+@row
+def mask_in_micro_batches() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y, keep):
+        for a, b, some in zip(x.chunk(3), y.chunk(3), keep.chunk(3)):
+            (F.cross_entropy(model(a)[some], b[some], reduction="sum") / 3).backward()
+        opt.step()
+        opt.zero_grad()
+
+    return loop(model, opt, step, arguments=kept)
+
+
+@row
+def mask_of_a_short_batch() -> Loop:
+    result = masked(lambda model, x, y, keep: F.cross_entropy(model(x)[keep], y[keep], reduction="sum"))
+    result.batch = lambda i: BATCH - i % 3
+    result.arguments = lambda i: (kept(i)[0][:BATCH - i % 3],)
+    return result
+
+
+@row
+def batch_norm_of_what_is_kept() -> Loop:
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES))
+
+    def loss_of(model, x, y, keep):
+        wanted = keep.clone()
+        wanted[:2] = True
+        return model[1](model[0](x)[wanted]).square().sum()
+
+    return masked(loss_of, model)
+
+
+@ordinary
+def repeated_by_data() -> Loop:
+    def loss_of(model, x, y, keep):
+        return model(x.repeat_interleave(y + keep, dim=0)).square().sum()
+
+    return masked(loss_of)
+
+
+@row
+def repeated_to_a_known_size() -> Loop:
+    def loss_of(model, x, y, keep):
+        return model(x.repeat_interleave(1 + keep.int() * 0, dim=0, output_size=BATCH)).square().sum()
+
+    return masked(loss_of)
+
+
+@ordinary
+def product_of_what_is_kept() -> Loop:
+    """Its derivative asks whether there is anything."""
+    return masked(lambda model, x, y, keep: model(x)[keep].prod(1).sum())
+
+
+@ordinary
+def branch_on_any() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits = model(x)
+        if keep.any():
+            return F.cross_entropy(logits[keep], y[keep])
+        return logits.sum() * 0
+
+    return masked(loss_of)
+
+
+@ordinary
+def branch_on_a_size() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits = model(x)
+        places = keep.nonzero()
+        if len(places) == 0:
+            return logits.sum() * 0
+        return logits[places[:, 0]].square().mean()
+
+    return masked(loss_of)
+
+
+@row
+def at_least_one_row() -> Loop:
+    def loss_of(model, x, y, keep):
+        logits = model(x)[keep]
+        return logits.square().sum() / max(logits.shape[0], 1)
+
+    return masked(loss_of)
+
+
+@ordinary
+def packed_sequences() -> Loop:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(self.body(packed)[1][0])
+
+    def loss_of(model, x, y, keep):
+        return F.cross_entropy(model(x.view(BATCH, 3, 4), 1 + y % 3), y)
+
+    return masked(loss_of, Packed())
