@@ -93,7 +93,7 @@ class AllocationWatch(TorchDispatchMode):
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage(), value.device.type, func not in self.elsewhere)
-        if self.live_bytes > before or result is None:  # an operator made its result, or wrote in place
+        if self.live_bytes > before or result is None or func._schema.is_mutable:  # made its result, or wrote in place
             held = self.live_bytes + self.workspace(func, args, kwargs or {})
             self.peak_bytes = max(self.peak_bytes, held)
         return result
