@@ -82,7 +82,6 @@ class Notes:
     unroll: bool = False
     reads: int = 0  # numbers read off tensors
     reads_later: bool = True
-    data_sizes: bool = field(default_factory=compat_breaks.are_data_sizes_asked_for)
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     refusal: MemoptError | None = None

@@ -28,11 +28,6 @@ def restart(output: Any, why: str) -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason=why)
 
 
-def are_data_sizes_asked_for() -> bool:
-    """Whether the user has Dynamo go on where only the data tell the size of a tensor."""
-    return config.capture_dynamic_output_shape_ops
-
-
 def traced_now() -> Any:
     """The output of the frame that a backend is called for."""
     return InstructionTranslator.current_tx().output

@@ -50,9 +50,9 @@ def refusal(error: Exception) -> tuple[str, str, str]:
     return "", "it depends on a size that only the data tell", WITHOUT_SIZES
 
 
-def are_in(graph: fx.Graph) -> bool:
-    """Whether this graph of Dynamo's has tensors of such sizes."""
-    return any(symbols_of_data(n.meta.get("example_value")) for n in graph.nodes)
+def are_in(graph: fx.Graph, key: str = "example_value") -> bool:
+    """Whether values of this graph, by their `key` in Dynamo's, have such sizes."""
+    return any(symbols_of_data(n.meta.get(key)) for n in graph.nodes)
 
 
 def makes_sizes(node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ from .backends import eager, inductor
 from .distributed import tensor_parallel
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
-from .records import Compilation, nothing_runs, remember
+from .records import Compilation, forget, nothing_runs, remember
 from .step_graph import source_line
 from .verification import regions, run_regions_once, verifying
 
@@ -85,7 +85,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     if kind == "model" and data_sizes.are_in(gm.graph):
-        _without_data_sizes(notes, "there is no step")
+        _without_data_sizes(notes, "only a whole step is planned")
     reading = _read_later(gm, kind, notes)
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
@@ -116,9 +116,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
 
 
 def _without_data_sizes(notes: capture.Notes, why: object) -> None:
-    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless the user has it go on."""
+    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless it is to be one."""
     output = compat_breaks.traced_now()
-    if not (notes.data_sizes or compat_breaks.demands_one_graph(output)):
+    if not compat_breaks.demands_one_graph(output):
         log.info("%s: the graph ends where only the data tell a size: %s", notes.where, why)
         compat_breaks.restart_without_data_sizes(output, str(why))
 
@@ -271,6 +271,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.trace_again(unlike or "the step is not whole")
         unbounded = _cause(error, data_sizes.REFUSED)
         if unbounded:
+            forget(notes.frame, record)
             _without_data_sizes(notes, unbounded)
         if not (views or unbounded or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
@@ -343,7 +344,8 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         step = build.step_graph(module, origin, kind="model")
-        pipelines.run(step, pipelines.default(record.options, "eager"))
+        if not data_sizes.are_in(module.graph, "val"):
+            pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
     with compat_trace.whole_interpolation(), compat_trace.no_donated_buffers():
