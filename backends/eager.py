@@ -7,9 +7,6 @@ A kernel may lay its result out otherwise than its fake version said (batch norm
 tensor, in torch 2.13; the backward of a dropout), and then views further on fail or read the wrong
 elements. So what is no view, and not pointwise on operands of its own layout, is checked, and copied
 into the promised layout if need be. So is what owns more bytes than it said (`col2im` does).
-
-Where only the data tell a size, tracing may have found that it has to be that of another tensor, and goes by that
-from there on. Whether it is, is checked in each run (`data_sizes`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..data_sizes import keep_promises, promises
 from ..step_graph import OPERATOR, StepGraph, aliased_args, operands
 
 
@@ -29,7 +25,7 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     """The program as text, and the objects it names."""
     graph = step.graph
     names: dict[fx.Node, str] = {n: f"v{i}" for i, n in enumerate(graph.nodes)}
-    objects: dict[str, Any] = {"in_layout": in_layout, "keep_promises": keep_promises}
+    objects: dict[str, Any] = {"in_layout": in_layout}
     order = items_at_once(graph)
     last: dict[fx.Node, fx.Node] = {}
     for node in order:
@@ -62,7 +58,7 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
     if arguments:
         lines.append(f"    [{', '.join(names[n] for n in arguments)}] = inputs")
-    lines += ["    inputs.clear()", "    sizes = {}"]
+    lines.append("    inputs.clear()")
     for node in order:
         if node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
@@ -73,8 +69,6 @@ def source(step: StepGraph) -> tuple[str, dict[str, Any]]:
                 calls[node.target] = bound(node.target)
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             lines.append(f"    {names[node]} = {calls[node.target]}({', '.join(given)})")
-            if promised := promises(node):
-                lines.append(f"    keep_promises({names[node]}, {promised}, sizes)")
             if _may_surprise(node):
                 value = node.meta["val"]
                 most = value.untyped_storage().nbytes()

@@ -59,6 +59,7 @@ def step_graph(module: fx.GraphModule, origin: Sequence[tuple[str, Any, bool]],
                kind: str = "step") -> StepGraph:
     """Roles from `origin` (see `dynamo_inputs`), phases from the markers, markers removed."""
     if kind == "step":
+        data_sizes.check_squeezes(module, "val")
         data_sizes.note_limits(module.graph)
     inputs = []
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):

@@ -9,6 +9,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import TracingContext
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 WITHOUT_SIZES = ("compute with all rows: torch.where, a product with the mask, ignore_index= of a loss; or decide "
                  "outside of the step")
@@ -31,6 +32,12 @@ def restart(output: Any, why: str) -> NoReturn:
 def traced_now() -> Any:
     """The output of the frame that a backend is called for."""
     return InstructionTranslator.current_tx().output
+
+
+def are_sizes_of_data_in(output: Any) -> bool:
+    """Whether only the data tell a size in the trace, also if that has come to be taken for another."""
+    return config.capture_dynamic_output_shape_ops and any(
+        symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in output.shape_env.var_to_range)
 
 
 def restart_without_data_sizes(output: Any, why: str) -> NoReturn:

@@ -68,12 +68,27 @@ def at_most(size: Any) -> Any:
 
 def largest(size: torch.SymInt) -> int:
     """The most that a size of which only the data tell can be, where other symbols have the values of this trace."""
-    env = size.node.shape_env
-    expression = polynomial(size)
+    env, expression = size.node.shape_env, polynomial(size)
     known = _largest.setdefault(env, {})
     if expression not in known:
-        values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # 2.13, 2.11
-        limits = _limits.get(env, {})
-        ranges = {symbol: ValueRanges(0, limits[symbol].xreplace(values)) for symbol in free_unbacked_symbols(size)}
-        known[expression] = int(bound_sympy(sympy.sympify(expression).xreplace(values), ranges).upper)
+        known[expression] = int(_range(sympy.sympify(expression), env).upper)
     return known[expression]
+
+
+def always(condition: Any) -> bool:
+    """Whether a condition on sizes holds whatever the data are, where other symbols have the values of this trace."""
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    env = condition.node.shape_env
+    expression = env.simplify(condition.node.expr)
+    if isinstance(expression, (sympy.Ge, sympy.Le)):
+        more, less = expression.args if isinstance(expression, sympy.Ge) else reversed(expression.args)
+        return bool(_range(more - less, env).lower >= 0)
+    return expression == sympy.true
+
+
+def _range(expression: sympy.Expr, env: Any) -> ValueRanges:
+    values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # 2.13, 2.11
+    limits = _limits.get(env, {})
+    ranges = {symbol: ValueRanges(0, limits[symbol].xreplace(values)) for symbol in expression.free_symbols & limits.keys()}
+    return bound_sympy(expression.xreplace(values), ranges)

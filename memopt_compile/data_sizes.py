@@ -8,100 +8,95 @@ makes a size says what bounds it: positions in a mask are no more than it has el
 from __future__ import annotations
 
 import math
-import operator
 from itertools import zip_longest
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from .compat_breaks import WITHOUT_SIZES
 from .compat_sizes import (
     GuardOnDataDependentSymNode,
+    always,
     at_most,
     env_of,
     note_limit,
     polynomial,
     symbols_of_data,
 )
-from .errors import CaptureError
 from .step_graph import OPERATOR, source_line
 
-INDEX = torch.ops.aten.index.Tensor
+aten = torch.ops.aten
+INDEX, NONZERO, ASSERT = aten.index.Tensor, aten.nonzero.default, aten._assert_scalar.default
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+SQUEEZES = ("squeeze", "squeeze_", torch.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PLACES = ("aten::nonzero", "aten::_unique", "aten::unique_consecutive")
 
 
-class NoLimit(Exception):
+class Uncountable(Exception):
     """The size that an operator at a line of the user's makes cannot be counted on."""
 
     def __init__(self, node: fx.Node, why: str) -> None:
-        super().__init__(f"{why} that {node.target} makes")
+        super().__init__(f"{why}, of {node.target}")
         self.line = source_line(node)
 
 
-REFUSED = (NoLimit, GuardOnDataDependentSymNode)
+REFUSED = (Uncountable, GuardOnDataDependentSymNode)
 
 
 def refusal(error: Exception) -> tuple[str, str, str]:
     """The user's line, the reason and the remedy of what such an error stops."""
-    if isinstance(error, NoLimit):
+    if isinstance(error, Uncountable):
         return error.line or "", str(error), "give it its size (output_size=), or make it outside of the step"
     return "", "it depends on a size that only the data tell", WITHOUT_SIZES
 
 
-def are_in(graph: fx.Graph, key: str = "example_value") -> bool:
-    """Whether values of this graph, by their `key` in Dynamo's, have such sizes."""
-    return any(symbols_of_data(n.meta.get(key)) for n in graph.nodes)
+def are_in(graph: fx.Graph) -> bool:
+    """Whether there are such sizes in this graph, also if they are taken for others."""
+    return any(makes_sizes(n) or symbols_of_data(n.meta.get("val")) for n in graph.nodes)
 
 
 def makes_sizes(node: fx.Node) -> bool:
     """Whether only the data tell how large a result of `node` is, by what its operator says."""
     return isinstance(node.target, OPERATOR) and torch.Tag.dynamic_output_shape in node.target.tags and (
-        node.target is not INDEX or _mask(node) is not None)
+        node.target is not INDEX or any(n is not None and n.meta["val"].dtype == torch.bool for n in node.args[1]))
+
+
+def check_squeezes(module: torch.nn.Module, key: str = "example_value") -> None:
+    """Raises Uncountable where a dimension goes if its size happens to be 1: no trace asserts that it does not."""
+    for graph in (m.graph for m in module.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.nodes:
+            if node.target in SQUEEZES:
+                value = node.args[0].meta[key]
+                dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(value.dim()))
+                if any(symbols_of_data(value.shape[d]) for d in ([dims] if isinstance(dims, int) else dims)):
+                    raise Uncountable(node, "a dimension goes if only one is left")
 
 
 def note_limits(graph: fx.Graph) -> None:
     """Note how large the sizes are that only the data tell.
 
+    Tracing takes two sizes for one where an operator wants them equal, though eager may broadcast one of them where it
+    happens to be 1; and what it assumes the graph asserts. So a step is refused that assumes anything. That something
+    can be viewed in some shape is no such assumption: the view fails in eager as well.
+
     Raises:
-        NoLimit: one could be of any size, or is traced as what `keep_promises` cannot check.
+        Uncountable: one could be of any size, or the trace assumes what only the data tell.
     """
-    known = set[Any]()
+    counted = dict[Any, fx.Node | None]()
     for node in graph.nodes:
-        for value in _tensors(node.meta.get("val")):
-            for size in (size for size in value.shape if isinstance(size, torch.SymInt)):
-                for symbol in symbols_of_data(size) - known:
-                    most = _most(node) if makes_sizes(node) else None
-                    if most is None:
-                        raise NoLimit(node, "nothing bounds a size")
-                    note_limit(symbol, env_of(size), most)
-                    known.add(symbol)
-                if makes_sizes(node) and not (isinstance(known_as := _promise(size), int) or known_as.isidentifier()):
-                    raise NoLimit(node, f"a size is {size}")
-
-
-def promises(node: fx.Node) -> tuple[int | str, ...] | None:
-    """What `keep_promises` has to check of the result of `node`, None if nothing."""
-    source = node.args[0] if node.target is operator.getitem else node
-    value = node.meta.get("val")
-    if not (isinstance(value, Tensor) and isinstance(source, fx.Node) and makes_sizes(source)):
-        return None
-    return tuple(map(_promise, value.shape))
-
-
-def _promise(size: Any) -> int | str:
-    expression = sympy.sympify(polynomial(size))
-    return int(expression) if expression.is_number else str(expression)
-
-
-def keep_promises(value: Tensor, shape: tuple[int | str, ...], sizes: dict[str, int]) -> None:
-    """Raises CaptureError unless `value` has this shape. A symbol is the first size that it stands for, in `sizes`."""
-    for size, promised in zip(value.shape, shape):
-        known = sizes.setdefault(promised, size) if isinstance(promised, str) else promised
-        if size != known:
-            raise CaptureError(f"a tensor has {size} rows where the step was traced for as many as another has, "
-                               f"{known}", do="broadcast by hand (expand), or run this step uncompiled")
+        value, makes = node.meta.get("val"), makes_sizes(node)
+        for size in (size for tensor in _tensors(value) for size in tensor.shape):
+            for symbol in symbols_of_data(size) - counted.keys():
+                if not makes:
+                    raise Uncountable(node, "nothing bounds a size")
+                note_limit(symbol, env_of(size), _most(node))
+                counted[symbol] = _counted(node)
+            if makes and isinstance(size, torch.SymInt) and not (
+                    counted.get(polynomial(size)) is _counted(node) or _is_only_viewed(node)):
+                raise Uncountable(node, f"the trace takes it that {size} is a size")
+        if node.target is ASSERT and not always(getattr(node.args[0], "meta", {}).get("val", True)):
+            raise Uncountable(node, f"the trace takes it that {node.args[0].meta['val']}")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -110,8 +105,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) and value.layout is torch.strided else []
 
 
+def _counted(node: fx.Node) -> fx.Node:
+    """What decides how many results `node` makes, of which one tells how many are chosen."""
+    if node.target is INDEX:
+        return next(n for n in node.args[1] if n is not None and n.meta["val"].dtype == torch.bool)
+    return node.args[0] if node.target is NONZERO else node
+
+
 def _most(node: fx.Node) -> Any:
-    """What bounds the size that `node` makes, None if nothing is known."""
+    """What bounds the size that `node` makes."""
     name, given = node.target._schema.name, [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
     if name.startswith(PLACES):
         return _elements(given[0])
@@ -119,13 +121,13 @@ def _most(node: fx.Node) -> Any:
         return at_most(given[0].shape[given[1]])
     if name == "aten::masked_select":
         return _elements(*given[:2])
-    return _elements(_mask(node)) if node.target is INDEX else None
+    if node.target is INDEX:
+        return _elements(_counted(node).meta["val"])
+    raise Uncountable(node, "nothing bounds a size")
 
 
-def _mask(node: fx.Node) -> Tensor | None:
-    """The first mask that `node` has as an index."""
-    values = (n.meta["val"] for n in node.args[1] if n is not None)
-    return next((v for v in values if v.dtype == torch.bool), None)
+def _is_only_viewed(node: fx.Node) -> bool:
+    return all(user.target in VIEWS for user in node.users)
 
 
 def _elements(*tensors: Tensor) -> Any:

@@ -84,9 +84,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
-    if kind == "model" and data_sizes.are_in(gm.graph):
-        _without_data_sizes(notes, "only a whole step is planned")
     reading = _read_later(gm, kind, notes)
+    if kind == "model" and compat_breaks.are_sizes_of_data_in(compat_breaks.traced_now()):
+        _without_data_sizes(notes, "only a whole step is planned")
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
@@ -260,6 +260,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     try:
         if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
             raise _NotWhole
+        data_sizes.check_squeezes(gm)
         with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext(), \
                 updates.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
@@ -344,7 +345,7 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         step = build.step_graph(module, origin, kind="model")
-        if not data_sizes.are_in(module.graph, "val"):
+        if not data_sizes.are_in(module.graph):
             pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
