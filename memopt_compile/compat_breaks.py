@@ -34,10 +34,10 @@ def traced_now() -> Any:
     return InstructionTranslator.current_tx().output
 
 
-def are_sizes_of_data_in(output: Any) -> bool:
-    """Whether only the data tell a size in the trace, also if that has come to be taken for another."""
+def are_sizes_of_data_in_trace() -> bool:
+    """Whether only the data tell a size in it, also if that has come to be taken for another."""
     return config.capture_dynamic_output_shape_ops and any(
-        symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in output.shape_env.var_to_range)
+        symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in traced_now().shape_env.var_to_range)
 
 
 def restart_without_data_sizes(output: Any, why: str) -> NoReturn:

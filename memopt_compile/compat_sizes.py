@@ -88,7 +88,7 @@ def always(condition: Any) -> bool:
 
 
 def _range(expression: sympy.Expr, env: Any) -> ValueRanges:
-    values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # 2.13, 2.11
+    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # 2.13, 2.11
     limits = _limits.get(env, {})
     ranges = {symbol: ValueRanges(0, limits[symbol].xreplace(values)) for symbol in expression.free_symbols & limits.keys()}
     return bound_sympy(expression.xreplace(values), ranges)

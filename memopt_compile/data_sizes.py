@@ -7,6 +7,7 @@ makes a size says what bounds it: positions in a mask are no more than it has el
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat_breaks import WITHOUT_SIZES
+from .compat_breaks import (
+    WITHOUT_SIZES,
+    demands_one_graph,
+    restart_without_data_sizes,
+    traced_now,
+)
 from .compat_sizes import (
     GuardOnDataDependentSymNode,
     always,
@@ -26,6 +32,7 @@ from .compat_sizes import (
 )
 from .step_graph import OPERATOR, source_line
 
+log = logging.getLogger("memopt_compile")
 aten = torch.ops.aten
 INDEX, NONZERO, ASSERT = aten.index.Tensor, aten.nonzero.default, aten._assert_scalar.default
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -49,6 +56,13 @@ def refusal(error: Exception) -> tuple[str, str, str]:
     if isinstance(error, Uncountable):
         return error.line or "", str(error), "give it its size (output_size=), or make it outside of the step"
     return "", "it depends on a size that only the data tell", WITHOUT_SIZES
+
+
+def trace_without(where: str, why: object) -> None:
+    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless it is to be one."""
+    if not demands_one_graph(output := traced_now()):
+        log.info("%s: the graph ends where only the data tell a size: %s", where, why)
+        restart_without_data_sizes(output, str(why))
 
 
 def are_in(graph: fx.Graph) -> bool:

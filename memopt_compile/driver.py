@@ -85,8 +85,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     reading = _read_later(gm, kind, notes)
-    if kind == "model" and compat_breaks.are_sizes_of_data_in(compat_breaks.traced_now()):
-        _without_data_sizes(notes, "only a whole step is planned")
+    if kind == "model" and compat_breaks.are_sizes_of_data_in_trace():
+        data_sizes.trace_without(notes.where, "only a whole step is planned")
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
@@ -113,14 +113,6 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if record.kind == "step":
         _stepped.add(notes.step)
     return reading(run) if reading else run
-
-
-def _without_data_sizes(notes: capture.Notes, why: object) -> None:
-    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless it is to be one."""
-    output = compat_breaks.traced_now()
-    if not compat_breaks.demands_one_graph(output):
-        log.info("%s: the graph ends where only the data tell a size: %s", notes.where, why)
-        compat_breaks.restart_without_data_sizes(output, str(why))
 
 
 def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable[[Callable], Callable] | None:
@@ -271,9 +263,9 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
         unbounded = _cause(error, data_sizes.REFUSED)
-        if unbounded:
+        if unbounded or compat_breaks.are_sizes_of_data_in_trace() and not _caused_by(error, (MemoptError, _NotWhole)):
             forget(notes.frame, record)
-            _without_data_sizes(notes, unbounded)
+            data_sizes.trace_without(notes.where, unbounded or error)
         if not (views or unbounded or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
         line, why, remedy = (
@@ -377,13 +369,13 @@ def _device(inputs: Sequence[Any]) -> torch.device:
                 torch.device("cpu"))
 
 
-def _cause(error: BaseException | None, kind: type) -> Any:
+def _cause(error: BaseException | None, kind: type | tuple[type, ...]) -> Any:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _caused_by(error: BaseException, kind: type) -> bool:
+def _caused_by(error: BaseException, kind: type | tuple[type, ...]) -> bool:
     return _cause(error, kind) is not None
 
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat_sizes import symbols_of_data
 from .compression import is_dense
 from .step_graph import OPERATOR, Phase, StepGraph, aliased_args, mutated_args, storage_roots
 
@@ -163,7 +162,7 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
                         found.together.setdefault(root, []).extend(_normalizers(reader, roots))
     for node, use in found.use.items():
         value = node.meta.get("val")
-        if (isinstance(value, Tensor) and not symbols_of_data(value) and value.numel() and is_dense(value)
+        if (isinstance(value, Tensor) and is_dense(value) and value.numel()
                 and step.phase(node) is Phase.FORWARD):
             found.formats[node] = tuple(
                 _formats(node, use, signs[node], node in attended, LOSSY[compress]))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 def kept(i: int) -> tuple[Tensor]:
     """Which of a batch count in step `i`: some, all, none, one."""
-    places = torch.arange(BATCH, device="cpu")
+    places = torch.arange(BATCH)
     return ((places % 3 != 0, places >= 0, places < 0, places == 2)[i % 4],)
 
 
@@ -38,27 +38,13 @@ def boolean_mask() -> Loop:
 
 
 @row
-def boolean_mask_from_labels() -> Loop:
-    def loss_of(model, x, y, keep):
-        y = torch.where(keep, y, -100)
-        labelled = y != -100
-        return F.cross_entropy(model(x)[labelled], y[labelled], reduction="sum") / labelled.sum().clamp(min=1)
-
-    return masked(loss_of)
-
-
-@row
 def mask_of_two_dimensions() -> Loop:
     def loss_of(model, x, y, keep):
         wanted = keep[:, None] & (x[:, :CLASSES] > 0)
-        return (model(x)[wanted] - x[:, :CLASSES][wanted]).square().sum()
+        logits = model(x)
+        return (logits[wanted] - x[:, :CLASSES][wanted]).square().sum() + logits.masked_select(wanted).exp().sum()
 
     return masked(loss_of)
-
-
-@row
-def masked_select() -> Loop:
-    return masked(lambda model, x, y, keep: model(x).masked_select(keep[:, None]).exp().sum())
 
 
 @row
@@ -75,15 +61,6 @@ def positions_by_where() -> Loop:
     def loss_of(model, x, y, keep):
         rows, columns = torch.where(keep[:, None] & (x[:, :CLASSES] > 0))
         return model(x)[rows, columns].tanh().sum()
-
-    return masked(loss_of)
-
-
-@row
-def nonzero_as_tuple() -> Loop:
-    def loss_of(model, x, y, keep):
-        (places,) = torch.nonzero(keep, as_tuple=True)
-        return F.cross_entropy(model(x).index_select(0, places), y[places], reduction="sum")
 
     return masked(loss_of)
 
@@ -198,15 +175,6 @@ def kept_rows_returned() -> Loop:
 
 
 @row
-def number_of_kept_rows() -> Loop:
-    def loss_of(model, x, y, keep):
-        logits = model(x)[keep]
-        return logits.square().sum() / (logits.shape[0] + 1)
-
-    return masked(loss_of)
-
-
-@row
 def assigned_by_mask() -> Loop:
     def loss_of(model, x, y, keep):
         logits = model(x).clone()
@@ -251,7 +219,7 @@ def mask_of_a_short_batch() -> Loop:
     return result
 
 
-@row
+@ordinary
 def batch_norm_of_what_is_kept() -> Loop:
     model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES))
 
@@ -267,14 +235,6 @@ def batch_norm_of_what_is_kept() -> Loop:
 def repeated_by_data() -> Loop:
     def loss_of(model, x, y, keep):
         return model(x.repeat_interleave(y + keep, dim=0)).square().sum()
-
-    return masked(loss_of)
-
-
-@row
-def repeated_to_a_known_size() -> Loop:
-    def loss_of(model, x, y, keep):
-        return model(x.repeat_interleave(1 + keep.int() * 0, dim=0, output_size=BATCH)).square().sum()
 
     return masked(loss_of)
 
