@@ -36,7 +36,7 @@ def symbols_of_data(value: Any) -> set[sympy.Symbol]:
     if isinstance(value, Tensor) and value.layout is not torch.strided:
         return set()
     sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, Tensor) else (value,)
-    return set().union(*(free_unbacked_symbols(s) for s in sizes if isinstance(s, torch.SymInt)))
+    return set().union(*(free_unbacked_symbols(s) for s in sizes if isinstance(s, torch.SymInt | torch.SymFloat)))
 
 
 def polynomial(size: Any) -> Any:
@@ -85,6 +85,12 @@ def always(condition: Any) -> bool:
         more, less = expression.args if isinstance(expression, sympy.Ge) else reversed(expression.args)
         return bool(_range(more - less, env).lower >= 0)
     return expression == sympy.true
+
+
+def may_be_zero(number: Any) -> bool:
+    """Whether a number that is computed from sizes is not above 0 whatever the data are."""
+    return bool(symbols_of_data(number)) and not _range(
+        sympy.sympify(polynomial(number)), number.node.shape_env).lower > 0
 
 
 def _range(expression: sympy.Expr, env: Any) -> ValueRanges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from itertools import zip_longest
 from typing import Any
 
@@ -26,6 +27,7 @@ from .compat_sizes import (
     always,
     at_most,
     env_of,
+    may_be_zero,
     note_limit,
     polynomial,
     symbols_of_data,
@@ -35,6 +37,7 @@ from .step_graph import OPERATOR, source_line
 log = logging.getLogger("memopt_compile")
 aten = torch.ops.aten
 INDEX, NONZERO, ASSERT = aten.index.Tensor, aten.nonzero.default, aten._assert_scalar.default
+DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)  # which Python refuses, where a kernel has infinity
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 SQUEEZES = ("squeeze", "squeeze_", torch.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PLACES = ("aten::nonzero", "aten::_unique", "aten::unique_consecutive")
@@ -109,6 +112,8 @@ def note_limits(graph: fx.Graph) -> None:
             if makes and isinstance(size, torch.SymInt) and not (
                     counted.get(polynomial(size)) is _counted(node) or _is_only_viewed(node)):
                 raise Uncountable(node, f"the trace takes it that {size} is a size")
+        if node.target in DIVISIONS and may_be_zero(getattr(node.args[1], "meta", {}).get("val")):
+            raise Uncountable(node, "a number is divided by one that may be 0")
         if node.target is ASSERT and not always(getattr(node.args[0], "meta", {}).get("val", True)):
             raise Uncountable(node, f"the trace takes it that {node.args[0].meta['val']}")
 
