@@ -57,7 +57,10 @@ def masks(*counts):
 LOSSES = {
     "mask": lambda model, x, keep: model(x)[keep].square().sum(),
     "mask of the input": lambda model, x, keep: model(x[keep]).square().sum(),
-    "positions": lambda model, x, keep: model(x).index_select(0, keep.nonzero().squeeze(1)).exp().sum(),
+    "positions": lambda model, x, keep: model(x).index_select(0, keep.nonzero().squeeze(1)).exp().sum() / max(
+        len(keep.nonzero()), 1),
+    "boxes": lambda model, x, keep: F.smooth_l1_loss(model(x)[keep], x[keep], reduction="sum"),
+    "assigned": lambda model, x, keep: model(x).index_put((keep,), model(x)[keep] * 2).square().sum(),
     "pairs": lambda model, x, keep: torch.tanh(model(x)[keep] @ model(x)[keep].T).sum(),
     "both": lambda model, x, keep: model(x)[keep].square().sum() + model(x)[~keep].exp().sum(),
 }

@@ -47,48 +47,6 @@ def mask_of_two_dimensions() -> Loop:
     return masked(loss_of)
 
 
-@row
-def positions_by_nonzero() -> Loop:
-    def loss_of(model, x, y, keep):
-        places = keep.nonzero().squeeze(1)
-        return -model(x).log_softmax(1)[places, y[places]].sum()
-
-    return masked(loss_of)
-
-
-@row
-def positions_by_where() -> Loop:
-    def loss_of(model, x, y, keep):
-        rows, columns = torch.where(keep[:, None] & (x[:, :CLASSES] > 0))
-        return model(x)[rows, columns].tanh().sum()
-
-    return masked(loss_of)
-
-
-@row
-def focal_loss_of_positives() -> Loop:
-    def loss_of(model, x, y, keep):
-        logits, target = model(x), F.one_hot(y, CLASSES).to(x.dtype)
-        p = torch.sigmoid(logits)
-        each = (1 - torch.where(target > 0, p, 1 - p)) ** 2 * F.binary_cross_entropy_with_logits(
-            logits, target, reduction="none")
-        positive = (target > 0) & keep[:, None]
-        return each[positive].sum() / positive.sum().clamp(min=1) + each[~positive].mean()
-
-    return masked(loss_of)
-
-
-@row
-def boxes_that_are_kept() -> Loop:
-    def loss_of(model, x, y, keep):
-        boxes, wanted = model(x)[keep], x[keep][:, :4]
-        low, high = torch.maximum(boxes[:, :2], wanted[:, :2]), torch.minimum(boxes[:, 2:], wanted[:, 2:])
-        wide, tall = (high - low).clamp(min=0).unbind(1)
-        return F.smooth_l1_loss(boxes, wanted, reduction="sum") - (wide * tall).sum()
-
-    return masked(loss_of)
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,22 +90,6 @@ def unique_indices() -> Loop:
 
 
 @row
-def rows_by_lengths() -> Loop:
-    """The tokens of sequences of several lengths without their padding."""
-    def loss_of(model, x, y, keep):
-        there = torch.arange(3) < (y % 3 + 1)[:, None]
-        tokens = x.view(BATCH, 3, WIDTH // 3).repeat(1, 1, 3)[there]
-        return model(tokens).square().mean()
-
-    return masked(loss_of)
-
-
-@row
-def dropout_of_what_is_kept() -> Loop:
-    return masked(lambda model, x, y, keep: F.dropout(model(x)[keep], 0.3).square().sum())
-
-
-@row
 def checkpointed_mask() -> Loop:
     def loss_of(model, x, y, keep):
         def chosen(x):
@@ -175,17 +117,6 @@ def kept_rows_returned() -> Loop:
 
 
 @row
-def assigned_by_mask() -> Loop:
-    def loss_of(model, x, y, keep):
-        logits = model(x).clone()
-        logits[keep] = logits[keep] * 2
-        logits[~keep] = 0.5
-        return F.cross_entropy(logits, y)
-
-    return masked(loss_of)
-
-
-@row
 def mask_that_changes() -> Loop:
     """One mask read twice, with a write between."""
     def loss_of(model, x, y, keep):
@@ -198,37 +129,11 @@ def mask_that_changes() -> Loop:
 
 
 @row
-def mask_in_micro_batches() -> Loop:
-    model = mlp()
-    opt = adamw(model)
-
-    def step(x, y, keep):
-        for a, b, some in zip(x.chunk(3), y.chunk(3), keep.chunk(3)):
-            (F.cross_entropy(model(a)[some], b[some], reduction="sum") / 3).backward()
-        opt.step()
-        opt.zero_grad()
-
-    return loop(model, opt, step, arguments=kept)
-
-
-@row
 def mask_of_a_short_batch() -> Loop:
     result = masked(lambda model, x, y, keep: F.cross_entropy(model(x)[keep], y[keep], reduction="sum"))
     result.batch = lambda i: BATCH - i % 3
     result.arguments = lambda i: (kept(i)[0][:BATCH - i % 3],)
     return result
-
-
-@ordinary
-def batch_norm_of_what_is_kept() -> Loop:
-    model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES))
-
-    def loss_of(model, x, y, keep):
-        wanted = keep.clone()
-        wanted[:2] = True
-        return model[1](model[0](x)[wanted]).square().sum()
-
-    return masked(loss_of, model)
 
 
 @ordinary
@@ -266,29 +171,3 @@ def branch_on_a_size() -> Loop:
         return logits[places[:, 0]].square().mean()
 
     return masked(loss_of)
-
-
-@row
-def at_least_one_row() -> Loop:
-    def loss_of(model, x, y, keep):
-        logits = model(x)[keep]
-        return logits.square().sum() / max(logits.shape[0], 1)
-
-    return masked(loss_of)
-
-
-@ordinary
-def packed_sequences() -> Loop:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, CLASSES)
-
-        def forward(self, x, lengths):
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return self.head(self.body(packed)[1][0])
-
-    def loss_of(model, x, y, keep):
-        return F.cross_entropy(model(x.view(BATCH, 3, 4), 1 + y % 3), y)
-
-    return masked(loss_of, Packed())
