@@ -97,7 +97,8 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
                 return original(self, frame, *args, **kwargs)
         except (UserError, GuardOnDataDependentSymNode) as error:
             # Where a function called by the frame asks for such a size, Dynamo finds no way out.
-            if self._one_graph or "data-dependent expression" not in str(error):
+            theirs = self._one_graph or isinstance(scope, contextlib.nullcontext)
+            if theirs or "data-dependent expression" not in str(error):
                 raise
         with wrap(*backend_of(self), self, frame), dynamo_config.patch(capture_dynamic_output_shape_ops=False):
             return original(self, frame, *args, **kwargs)

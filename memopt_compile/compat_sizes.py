@@ -7,6 +7,7 @@ Checked against torch 2.13; what it uses is in 2.11 too.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -71,7 +72,8 @@ def largest(size: torch.SymInt) -> int:
     env, expression = size.node.shape_env, polynomial(size)
     known = _largest.setdefault(env, {})
     if expression not in known:
-        known[expression] = int(_range(sympy.sympify(expression), env).upper)
+        upper = _range(sympy.sympify(expression), env).upper
+        known[expression] = int(upper) if upper < sys.maxsize else 0  # only in a model alone, which has no plan
     return known[expression]
 
 

@@ -167,10 +167,10 @@ def _measure(target: Any, args: Any, kwargs: Any) -> int:
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs():
         args, kwargs = stand_ins((args, kwargs), "cpu", random=target.__name__.startswith(UNTIL_SMALL),
                                  apart=target.__name__.startswith(COUNT))
-        if target.__name__.startswith("index_put"):
-            _keep_as_many_as_given(*args[1:3])
         run = partial(target, *args, **kwargs)
         try:
+            if target.__name__.startswith("index_put"):
+                _keep_as_many_as_given(*args[1:3])
             run()  # libraries keep what they set up in their first call
             seen = measure(run, resident=())
         except Exception:  # made-up operands may be refused: then nothing is known of it

@@ -11,13 +11,14 @@ import logging
 import math
 import operator
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from .compat_breaks import (
     WITHOUT_SIZES,
+    are_sizes_of_data_in_trace,
     demands_one_graph,
     restart_without_data_sizes,
     traced_now,
@@ -38,6 +39,7 @@ log = logging.getLogger("memopt_compile")
 aten = torch.ops.aten
 INDEX, NONZERO, ASSERT = aten.index.Tensor, aten.nonzero.default, aten._assert_scalar.default
 DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)  # which Python refuses, where a kernel has infinity
+REPEAT = aten.repeat_interleave.Tensor
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 SQUEEZES = ("squeeze", "squeeze_", torch.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PLACES = ("aten::nonzero", "aten::_unique", "aten::unique_consecutive")
@@ -57,15 +59,19 @@ REFUSED = (Uncountable, GuardOnDataDependentSymNode)
 def refusal(error: Exception) -> tuple[str, str, str]:
     """The user's line, the reason and the remedy of what such an error stops."""
     if isinstance(error, Uncountable):
-        return error.line or "", str(error), "give it its size (output_size=), or make it outside of the step"
+        return error.line or "", str(error), "give it output_size=" if str(REPEAT) in str(error) else WITHOUT_SIZES
     return "", "it depends on a size that only the data tell", WITHOUT_SIZES
 
 
-def trace_without(where: str, why: object) -> None:
-    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size, unless it is to be one."""
-    if not demands_one_graph(output := traced_now()):
-        log.info("%s: the graph ends where only the data tell a size: %s", where, why)
-        restart_without_data_sizes(output, str(why))
+def are_avoidable() -> bool:
+    """Whether there are such sizes in the trace, and its graph may end at them."""
+    return are_sizes_of_data_in_trace() and not demands_one_graph(traced_now())
+
+
+def trace_without(where: str, why: object) -> NoReturn:
+    """Have Dynamo trace the frame anew, and end its graph where only the data tell a size."""
+    log.info("%s: the graph ends where only the data tell a size: %s", where, why)
+    restart_without_data_sizes(traced_now(), str(why))
 
 
 def are_in(graph: fx.Graph) -> bool:
@@ -84,9 +90,10 @@ def check_squeezes(module: torch.nn.Module, key: str = "example_value") -> None:
     for graph in (m.graph for m in module.modules() if isinstance(m, fx.GraphModule)):
         for node in graph.nodes:
             if node.target in SQUEEZES:
-                value = node.args[0].meta[key]
-                dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(value.dim()))
-                if any(symbols_of_data(value.shape[d]) for d in ([dims] if isinstance(dims, int) else dims)):
+                shape = getattr(node.args[0].meta.get(key), "shape", ())
+                given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+                dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+                if shape and any(symbols_of_data(shape[d]) for d in dims):
                     raise Uncountable(node, "a dimension goes if only one is left")
 
 
@@ -102,16 +109,17 @@ def note_limits(graph: fx.Graph) -> None:
     """
     counted = dict[Any, fx.Node | None]()
     for node in graph.nodes:
-        value, makes = node.meta.get("val"), makes_sizes(node)
-        for size in (size for tensor in _tensors(value) for size in tensor.shape):
+        makes, sizes = makes_sizes(node), [size for tensor in _tensors(node.meta.get("val")) for size in tensor.shape
+                                           if isinstance(size, torch.SymInt)]
+        for size in sizes:
             for symbol in symbols_of_data(size) - counted.keys():
                 if not makes:
                     raise Uncountable(node, "nothing bounds a size")
                 note_limit(symbol, env_of(size), _most(node))
                 counted[symbol] = _counted(node)
-            if makes and isinstance(size, torch.SymInt) and not (
-                    counted.get(polynomial(size)) is _counted(node) or _is_only_viewed(node)):
-                raise Uncountable(node, f"the trace takes it that {size} is a size")
+        if makes and not (_is_only_viewed(node) or all(counted.get(polynomial(s)) is _counted(node) for s in sizes)
+                          and (sizes or node.target is REPEAT)):  # which is given its size
+            raise Uncountable(node, "the trace takes a size for another")
         if node.target in DIVISIONS and may_be_zero(getattr(node.args[1], "meta", {}).get("val")):
             raise Uncountable(node, "a number is divided by one that may be 0")
         if node.target is ASSERT and not always(getattr(node.args[0], "meta", {}).get("val", True)):

@@ -85,7 +85,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     reading = _read_later(gm, kind, notes)
-    if kind == "model" and compat_breaks.are_sizes_of_data_in_trace():
+    if kind == "model" and data_sizes.are_avoidable():
         data_sizes.trace_without(notes.where, "only a whole step is planned")
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
@@ -263,7 +263,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
         unbounded = _cause(error, data_sizes.REFUSED)
-        if unbounded or compat_breaks.are_sizes_of_data_in_trace() and not _caused_by(error, (MemoptError, _NotWhole)):
+        if data_sizes.are_avoidable() and (unbounded or not _caused_by(error, (MemoptError, _NotWhole))):
             forget(notes.frame, record)
             data_sizes.trace_without(notes.where, unbounded or error)
         if not (views or unbounded or _caused_by(error, _NotWhole)):
