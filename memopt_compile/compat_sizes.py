@@ -2,7 +2,7 @@
 
 ``x[mask]`` has as many rows as the mask has trues. For such a number torch has a symbol without a value, with a range
 where its operator says one, which is not of use where that depends on another symbol. Beside `compat_trace`.
-Checked against torch 2.13; what it uses is in 2.11 too.
+Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -87,6 +87,12 @@ def always(condition: Any) -> bool:
         more, less = expression.args if isinstance(expression, sympy.Ge) else reversed(expression.args)
         return bool(_range(more - less, env).lower >= 0)
     return expression == sympy.true
+
+
+def held_equal(condition: Any) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """The two sizes that a condition says are equal."""
+    expression = condition.node.shape_env.simplify(condition.node.expr)
+    return expression.args if isinstance(expression, sympy.Eq) else None
 
 
 def may_be_zero(number: Any) -> bool:

@@ -28,6 +28,7 @@ from .compat_sizes import (
     always,
     at_most,
     env_of,
+    held_equal,
     may_be_zero,
     note_limit,
     polynomial,
@@ -117,13 +118,15 @@ def note_limits(graph: fx.Graph) -> None:
                     raise Uncountable(node, "nothing bounds a size")
                 note_limit(symbol, env_of(size), _most(node))
                 counted[symbol] = _counted(node)
-        if makes and not (_is_only_viewed(node) or all(counted.get(polynomial(s)) is _counted(node) for s in sizes)
+        if makes and not (_is_only_viewed(node) or all(_same(counted.get(polynomial(s)), _counted(node)) for s in sizes)
                           and (sizes or node.target is REPEAT)):  # which is given its size
             raise Uncountable(node, "the trace takes a size for another")
         if node.target in DIVISIONS and may_be_zero(getattr(node.args[1], "meta", {}).get("val")):
             raise Uncountable(node, "a number is divided by one that may be 0")
-        if node.target is ASSERT and not always(getattr(node.args[0], "meta", {}).get("val", True)):
-            raise Uncountable(node, f"the trace takes it that {node.args[0].meta['val']}")
+        if node.target is ASSERT and not always(condition := getattr(node.args[0], "meta", {}).get("val", True)):
+            both = [counted.get(size) for size in held_equal(condition) or ()]
+            if not both or None in both or not _same(*both):
+                raise Uncountable(node, f"the trace takes it that {condition}")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -151,6 +154,17 @@ def _most(node: fx.Node) -> Any:
     if node.target is INDEX:
         return _elements(_counted(node).meta["val"])
     raise Uncountable(node, "nothing bounds a size")
+
+
+def _same(a: Any, b: Any, deep: int = 8) -> bool:
+    """Whether two values of the functional graph are one, by what they are computed from (``y != -100``, written twice)."""
+    if isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
+        return all(_same(x, y, deep) for x, y in zip(a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return type(a) is type(b) and bool(a == b)
+    return a is b or deep > 0 and a.op == b.op == "call_function" and a.target is b.target and isinstance(
+        a.target, OPERATOR) and torch.Tag.nondeterministic_seeded not in a.target.tags and a.kwargs == b.kwargs and _same(
+        a.args, b.args, deep - 1)
 
 
 def _is_only_viewed(node: fx.Node) -> bool:

@@ -61,6 +61,8 @@ LOSSES = {
         len(keep.nonzero()), 1),
     "boxes": lambda model, x, keep: F.smooth_l1_loss(model(x)[keep], x[keep], reduction="sum"),
     "assigned": lambda model, x, keep: model(x).index_put((keep,), model(x)[keep] * 2).square().sum(),
+    "written twice": lambda model, x, keep: F.cross_entropy(
+        model(x)[~keep.logical_not()], x.argmax(1)[~keep.logical_not()], reduction="sum"),
     "pairs": lambda model, x, keep: torch.tanh(model(x)[keep] @ model(x)[keep].T).sum(),
     "both": lambda model, x, keep: model(x)[keep].square().sum() + model(x)[~keep].exp().sum(),
 }
