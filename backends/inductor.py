@@ -47,6 +47,9 @@ from ..step_graph import StepGraph, op_name
 from ..storing import is_call, store_before_updates, store_between
 from ..transfers import TO_HOST, is_transfer
 
+# Left to PyTorch's kernels where an index is a mask, and then only seen in a dry run.
+BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+
 # Operators whose fake results are new tensors, though they make none of the device.
 NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
 
@@ -308,7 +311,7 @@ def _piece_peak(source: str, given: list[tuple[str, Any]]) -> int:
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    called = is_library(target) or compat_kernels.falls_back(target)
+    called = is_library(target) or compat_kernels.falls_back(target) or target in BY_MASK
     return workspace_bytes(target, args, kwargs) if called else 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from . import (
     capture,  # noqa: F401  (registers the marker operators)
     compat,
+    data_sizes,
 )
 from .step_graph import Input, Phase, Role, StepGraph, nbytes
 
@@ -57,6 +58,9 @@ def role_of(label: str, example: Any, trained: bool) -> Role:
 def step_graph(module: fx.GraphModule, origin: Sequence[tuple[str, Any, bool]],
                kind: str = "step") -> StepGraph:
     """Roles from `origin` (see `dynamo_inputs`), phases from the markers, markers removed."""
+    if kind == "step":
+        data_sizes.check_squeezes(module, "val")
+        data_sizes.note_limits(module.graph)
     inputs = []
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
         index = compat.input_descriptor_index(node)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
-import torch
+from torch._dynamo import config
 from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import TracingContext
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+WITHOUT_SIZES = ("compute with all rows: torch.where, a product with the mask, ignore_index= of a loss; or decide "
+                 "outside of the step")
 LEFT = (Unsupported, SkipFrame)  # how Dynamo ends a frame that it leaves to Python
 
 
@@ -23,6 +27,23 @@ def restart(output: Any, why: str) -> NoReturn:
     TensorifyState.clear()
     # Of Dynamo's restarts the one that it lets a backend ask for.
     raise TensorifyScalarRestartAnalysis(restart_reason=why)
+
+
+def traced_now() -> Any:
+    """The output of the frame that a backend is called for."""
+    return InstructionTranslator.current_tx().output
+
+
+def are_sizes_of_data_in_trace() -> bool:
+    """Whether only the data tell a size in it, also if that has come to be taken for another."""
+    return config.capture_dynamic_output_shape_ops and any(
+        symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in traced_now().shape_env.var_to_range)
+
+
+def restart_without_data_sizes(output: Any, why: str) -> NoReturn:
+    """The same, with the graph ending where only the data tell the size of a tensor."""
+    config.capture_dynamic_output_shape_ops = False  # till the end of the scope in which `output` is traced
+    restart(output, why)
 
 
 def demands_one_graph(output: Any) -> bool:
@@ -46,7 +67,7 @@ def is_recompile_limit(error: Exception) -> bool:
 
 
 def recompile_limit() -> int:
-    return torch._dynamo.config.recompile_limit
+    return config.recompile_limit
 
 
 def is_differentiated(output: Any) -> bool:
@@ -73,6 +94,12 @@ def break_reason(error: Any) -> tuple[str, str]:
     if str(error).startswith("Unsupported Tensor.item()"):
         return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
                 "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")
+    if str(error).startswith("Dynamic shape operator"):
+        found = re.search(r"Operator `(\S+)`'s output", str(error))
+        return f"only the data tell how large the result of {found[1] if found else 'an operator'} is", (
+            "give it output_size=" if "repeat_interleave" in str(error) else WITHOUT_SIZES)
+    if "Could not guard on data-dependent expression" in str(error) or str(error).startswith("Data-dependent branching"):
+        return "what the step does next depends on the data, or on a size that only these tell", WITHOUT_SIZES
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     explanation = [li.removeprefix("Explanation: ") for li in lines if li.startswith("Explanation: ")]
     hints = [li.removeprefix("Hint: ") for li in lines if li.startswith("Hint: ")]

@@ -87,12 +87,13 @@ class AllocationWatch(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        largest = LARGEST.get(func)
+        result = largest(*args) if largest else func(*args, **(kwargs or {}))
         before = self.live_bytes
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage(), value.device.type, func not in self.elsewhere)
-        if self.live_bytes > before or result is None:  # an operator made its result, or wrote in place
+        if self.live_bytes > before or result is None or func._schema.is_mutable:  # made its result, or wrote in place
             held = self.live_bytes + self.workspace(func, args, kwargs or {})
             self.peak_bytes = max(self.peak_bytes, held)
         return result
@@ -112,6 +113,31 @@ class AllocationWatch(TorchDispatchMode):
         self.known[place] = weakref.ref(storage, gone)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _positions(value: Tensor) -> Tensor:
+    return value.new_empty((value.numel(), value.dim()), dtype=torch.int64)
+
+
+def _chosen(value: Tensor, places: Sequence[Tensor | None]) -> Tensor:
+    """``value[places]`` where a mask among `places` keeps all."""
+    given: list[Tensor | None] = []
+    for place in places:
+        is_mask = place is not None and place.dtype == torch.bool
+        given += [place.new_empty(place.numel(), dtype=torch.int64)] * place.dim() if is_mask else [place]
+    return aten.index.Tensor(value, given)
+
+
+def _different(value: Tensor, ordered: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
+    sizes = (value.shape if inverse or counts else 0, value.numel() if counts else 0)
+    return value.new_empty(value.numel()), *(value.new_empty(size, dtype=torch.int64) for size in sizes)
+
+
+# What results of operators have whose sizes only the data tell, at most.
+aten = torch.ops.aten
+LARGEST: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _positions, aten.index.Tensor: _chosen, aten._unique2.default: _different,
+    aten.masked_select.default: lambda value, mask: value.new_empty(torch.broadcast_shapes(value.shape, mask.shape)).view(-1)}
 
 
 def _allocator(name: str) -> Callable[..., Tensor]:

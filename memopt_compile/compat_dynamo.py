@@ -16,6 +16,7 @@ import torch
 from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
+from torch._dynamo.exc import UserError
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -37,6 +38,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
+from .compat_sizes import GuardOnDataDependentSymNode
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}
@@ -90,7 +92,15 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         scope = wrap(*backend_of(self), self, frame)
         if scope is None:  # For this call: others may want to compile the same code.
             return ConvertFrameReturn(apply_to_code=False)
-        with scope:
+        try:
+            with scope:
+                return original(self, frame, *args, **kwargs)
+        except (UserError, GuardOnDataDependentSymNode) as error:
+            # Where a function called by the frame asks for such a size, Dynamo finds no way out.
+            theirs = self._one_graph or isinstance(scope, contextlib.nullcontext)
+            if theirs or "data-dependent expression" not in str(error):
+                raise
+        with wrap(*backend_of(self), self, frame), dynamo_config.patch(capture_dynamic_output_shape_ops=False):
             return original(self, frame, *args, **kwargs)
 
     convert_frame.ConvertFrameAssert.__call__ = convert
@@ -302,6 +312,7 @@ def tracing_scope(
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
+                            capture_dynamic_output_shape_ops=True,  # or not: `compat_breaks.restart_without_data_sizes`
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import no_python_dispatcher
@@ -29,6 +28,8 @@ from torch._subclasses.functional_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree  # noqa: F401  (for `costs` and `verification`)
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .compat_sizes import largest
 
 
 def float32_precision(device_type: str, kind: str) -> str:
@@ -61,23 +62,16 @@ def backend_named(name: str) -> Callable[..., Callable[..., object]]:
 
 
 def hinted(size: Any) -> Any:
-    """A number of bytes as a plain int: of a symbolic one its value in this compilation.
+    """A number of bytes as a plain int: of a symbolic one its value in this compilation, and of one of which only
+    the data tell the largest that it can have.
 
     Read without a guard, since a report must not make the step recompile. None stays None.
     """
-    if isinstance(size, torch.SymInt | torch.SymFloat):
+    if not isinstance(size, torch.SymInt | torch.SymFloat):
+        return size
+    if size.node.has_hint():
         return int(size.node.hint)
-    return size
-
-
-def polynomial(size: Any) -> Any:
-    """A size that can be compared without a guard: an int, or the sympy expression of a symbolic one.
-
-    That is multiplied out and rid of ``Max(1, t - 1)`` where t is above 1, so that equal sizes are equal: the
-    bytes of a tensor come as ``4*s*(t - 1) + 4*s``, those of a view of it as ``4*s*t``.
-    """
-    node = getattr(size, "node", None)
-    return size if node is None else sympy.expand(node.shape_env.simplify(node.expr))
+    return largest(size) if isinstance(size, torch.SymInt) else 1
 
 
 def profiler_active() -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .compat_sizes import symbols_of_data
 from .compat_trace import hinted
 from .quantization.activations import FORMATS, Packing
 
@@ -96,7 +97,9 @@ def order_of(size: Sequence[int], stride: Sequence[int]) -> list[int]:
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether `value` is a matrix at least and has each element of its storage once."""
+    """Whether `value` is a matrix at least, whatever the data are, and has each element of its storage once."""
+    if symbols_of_data(value):
+        return False
     sizes, strides, _ = layout(value)
     expected = 1
     for d in reversed(order_of(sizes, strides)):

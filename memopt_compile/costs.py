@@ -39,6 +39,7 @@ LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft
 
 # These go on until their numbers are small enough: they are run on numbers that have them go furthest.
 UNTIL_SMALL = ("linalg_matrix_exp",)
+COUNT = ("nonzero", "unique", "_unique")  # how many results these make goes by the numbers they are run on
 
 _known: dict[Any, int] = {}
 
@@ -153,12 +154,23 @@ def _description(value: Any) -> Any:
     return str(hinted(value))
 
 
+def _keep_as_many_as_given(places: list[Any], values: Tensor) -> None:
+    """Have a mask among `places` as many trues as there are values for it."""
+    for at, mask in enumerate(places):
+        if mask is not None and mask.dtype == torch.bool and values.dim() > at and values.shape[at] != 1:
+            mask &= torch.arange(mask.numel()).view(mask.shape) < values.shape[at]
+            return
+
+
 def _measure(target: Any, args: Any, kwargs: Any) -> int:
     """Peak of one run on made-up operands, less the bytes of its results."""
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs():
-        args, kwargs = stand_ins((args, kwargs), "cpu", random=target.__name__.startswith(UNTIL_SMALL))
+        args, kwargs = stand_ins((args, kwargs), "cpu", random=target.__name__.startswith(UNTIL_SMALL),
+                                 apart=target.__name__.startswith(COUNT))
         run = partial(target, *args, **kwargs)
         try:
+            if target.__name__.startswith("index_put"):
+                _keep_as_many_as_given(*args[1:3])
             run()  # libraries keep what they set up in their first call
             seen = measure(run, resident=())
         except Exception:  # made-up operands may be refused: then nothing is known of it

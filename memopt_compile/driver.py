@@ -27,6 +27,7 @@ from . import (
     compat_data,
     compat_dynamo,
     compat_trace,
+    data_sizes,
     devices,
     loop_capture,
     loops,
@@ -43,7 +44,7 @@ from .backends import eager, inductor
 from .distributed import tensor_parallel
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
-from .records import Compilation, nothing_runs, remember
+from .records import Compilation, forget, nothing_runs, remember
 from .step_graph import source_line
 from .verification import regions, run_regions_once, verifying
 
@@ -84,6 +85,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
     reading = _read_later(gm, kind, notes)
+    if kind == "model" and data_sizes.are_avoidable():
+        data_sizes.trace_without(notes.where, "only a whole step is planned")
     if kind == "step" or _differentiable(gm):
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
@@ -249,6 +252,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     try:
         if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
             raise _NotWhole
+        data_sizes.check_squeezes(gm)
         with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext(), \
                 updates.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
@@ -258,11 +262,16 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         unlike, views = _cause(error, loops.Unlike), compat_breaks.refuses_views(error)
         if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
-        if not (views or _caused_by(error, _NotWhole)):
+        unbounded = _cause(error, data_sizes.REFUSED)
+        if data_sizes.are_avoidable() and (unbounded or not _caused_by(error, (MemoptError, _NotWhole))):
+            forget(notes.frame, record)
+            data_sizes.trace_without(notes.where, unbounded or error)
+        if not (views or unbounded or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
         line, why, remedy = (
             ("", "an input of the step is a view of another that it changes",
-             "give the step the tensor that is viewed, and take the view in it") if views else _why_not_whole(gm))
+             "give the step the tensor that is viewed, and take the view in it") if views else
+            data_sizes.refusal(unbounded) if unbounded else _why_not_whole(gm))
         if compat_breaks.demands_one_graph(notes.trace):
             raise CaptureError(why, where=f"{line or notes.where}, fullgraph=True", do=remedy) from None
         return _in_eager(gm, record, notes, why, remedy, line)
@@ -328,7 +337,8 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         step = build.step_graph(module, origin, kind="model")
-        pipelines.run(step, pipelines.default(record.options, "eager"))
+        if not data_sizes.are_in(module.graph):
+            pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
     with compat_trace.whole_interpolation(), compat_trace.no_donated_buffers():
@@ -359,13 +369,13 @@ def _device(inputs: Sequence[Any]) -> torch.device:
                 torch.device("cpu"))
 
 
-def _cause(error: BaseException | None, kind: type) -> Any:
+def _cause(error: BaseException | None, kind: type | tuple[type, ...]) -> Any:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _caused_by(error: BaseException, kind: type) -> bool:
+def _caused_by(error: BaseException, kind: type | tuple[type, ...]) -> bool:
     return _cause(error, kind) is not None
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 import sympy
 
-from .compat_trace import hinted, polynomial
+from .compat_sizes import at_most, polynomial, symbols_of_data
+from .compat_trace import hinted
 from .errors import OptionError
 from .liveness import lifetimes, live_bytes
 from .step_graph import StepGraph, nbytes
@@ -21,9 +22,10 @@ from .step_graph import StepGraph, nbytes
 def peak_formula(step: StepGraph) -> sympy.Expr:
     """Peak bytes of `step` in its present order, inputs included, as a formula in its symbols.
 
-    Workspace of library operators is not in it: that is measured for one size, not derived.
+    Workspace of library operators is not in it: that is measured for one size, not derived. Sizes of which only the
+    data tell are at their largest.
     """
-    life = lifetimes(step.graph, polynomial)
+    life = lifetimes(step.graph, at_most)
     points = live_bytes(step.computing(), life)
     highest = _highest({sympy.expand(p) for p in points} or {sympy.Integer(0)})
     # Unevaluated, since sympy would compare each with each, which takes minutes for a few hundred.
@@ -56,7 +58,7 @@ def symbols(step: StepGraph) -> dict[sympy.Symbol, int]:
     for node in step.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()):
             symbol = polynomial(size)
-            if isinstance(symbol, sympy.Symbol):
+            if isinstance(symbol, sympy.Symbol) and not symbols_of_data(size):
                 found[symbol] = hinted(size)
     return found
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .compat_trace import pytree, real_tensors
+from .data_sizes import makes_sizes
 from .step_graph import OPERATOR
 
 MARK = torch.ops.memopt.micro_batch.default
@@ -123,7 +124,7 @@ def _same_constant(a: fx.Node, b: fx.Node) -> bool:
 def _repeatable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OPERATOR) and not node.target._schema.is_mutable
+    return isinstance(node.target, OPERATOR) and not (node.target._schema.is_mutable or makes_sizes(node))
 
 
 def _is_chunk(mark: fx.Node) -> bool:

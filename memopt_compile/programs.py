@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import devices, pipelines
+from . import data_sizes, devices, pipelines
 from .adaptation import Adaptive, Program, Watch
 from .backends import eager, inductor
 from .costs import workspace as workspace_of
@@ -90,6 +90,8 @@ def _check(step: StepGraph, record: Compilation) -> None:
     for option, wrong, why, do in (
         ("cuda_graphs", device != "cuda", f"the step runs on the {device}, which has no CUDA graphs",
          "leave cuda_graphs out"),
+        ("cuda_graphs", data_sizes.are_in(step.graph), "only the data tell a size in it, and a CUDA graph has its sizes",
+         "leave cuda_graphs out, or compute with all rows"),
         ("offload", device == "cpu", "the step runs on the CPU: its activations are in the host's memory as it is",
          "leave offload out"),
         ("adapt", any(map(is_collective, step.computing())),

@@ -172,6 +172,12 @@ def remember(frame: Any, compilation: Compilation) -> None:
         _compilations.setdefault(frame, []).append(compilation)
 
 
+def forget(frame: Any, compilation: Compilation) -> None:
+    """Take back `remember`: the frame is traced again."""
+    planned = _planned.get()
+    (_compilations.get(frame, []) if planned is None else planned).remove(compilation)
+
+
 @contextlib.contextmanager
 def planning(captured_only: bool = False) -> Iterator[list[Compilation]]:
     """Collect what is compiled inside, and keep it out of every `report`.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .data_sizes import makes_sizes
 from .liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
 from .ordering import is_collective, is_random
 from .packing import Packed, candidates, in_host_memory, in_parts
@@ -186,7 +187,7 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
     owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
     again = not (is_random(node) or is_collective(node) or node.is_impure(impure_random=False) or mutated_args(node)
-                 or kept_by_the_user(node)
+                 or kept_by_the_user(node) or makes_sizes(node)  # the size is one number
                  or node.target in (WAIT, torch.ops.aten._local_scalar_dense.default)
                  or owners.keys() & fixed or roots[node] & fixed)
     exact = dict.fromkeys(r for a in node.all_input_nodes if not may_follow(node, a) for r in roots[a])

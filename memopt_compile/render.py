@@ -12,6 +12,7 @@ from tabulate import tabulate
 from . import timeline as drawing
 from .adaptation import Replan
 from .arena import Arena, arena_of
+from .data_sizes import are_in
 from .formulas import peak_formula, symbols
 from .liveness import Timeline, lifetimes
 from .memory_plan import MemoryPlan
@@ -80,6 +81,7 @@ class Report:
         timelines: (position in the schedule, live bytes) "before passes" and "after passes".
         formula: with dynamic shapes, the peak bytes of the schedule in its sizes, a sympy
             expression; `sizes` has what they were. Other bytes are of these sizes.
+        data_sizes: whether only the data tell some sizes, as of ``x[mask]``, which are counted at their largest.
         plan: what becomes of each activation, where the budget needed a decision.
         taken_back: steps with activations that are not finite, which ran again without compression.
         arena: where what ranks gather and send lies, with `options.arena`; moments are places in the schedule.
@@ -108,6 +110,7 @@ class Report:
     gradient_error: GradientError | None = None
     timelines: dict[str, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
     formula: Any = None
+    data_sizes: bool = False
     sizes: dict[Any, int] = field(default_factory=dict)
     plan: MemoryPlan | None = None
     taken_back: int = 0
@@ -143,6 +146,7 @@ class Report:
             gradient_error=record.gradient_error,
             timelines={label: _points(each) for label, each in lines.items() if each},
             formula=peak_formula(step) if sizes else None,
+            data_sizes=are_in(step.graph) if step else False,
             sizes=sizes,
             plan=step.plan if step else None,
             taken_back=record.taken_back,
@@ -192,6 +196,8 @@ class Report:
         if self.sizes:
             at = ", ".join(f"{symbol} = {size}" for symbol, size in self.sizes.items())
             rows.append(("formula", f"{self.formula} bytes, here {at}"))
+        if self.data_sizes:
+            rows.append(("sizes", "those that depend on data are counted at their largest"))
         if self.before_peak_bytes is not None:
             rows.append(("before passes", format_bytes(self.before_peak_bytes)))
         if self.budget_bytes is not None:

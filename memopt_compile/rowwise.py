@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .compat_sizes import symbols_of_data
 from .ordering import is_random
 from .step_graph import OPERATOR, mutated_args
 
@@ -91,6 +92,8 @@ def rule(node: fx.Node, known: Mapping[fx.Node, str], rows: int) -> Rule | None:
         return Rule(ROWS, {node.args[0]: ROWS}, target, node.args) if node.args[0] in known else None
     if not isinstance(target, OPERATOR) or mutated_args(node) or is_random(node):
         return None
+    if any(symbols_of_data(n.meta.get("val")) for n in (node, *node.all_input_nodes)):
+        return None  # how many rows there are only the data tell
     if any(isinstance(a, fx.Node) for several in (*node.args, node.kwargs.values())
            if isinstance(several, Iterable) for a in several):
         return None  # no operator here takes a tensor by name, or several in one argument

@@ -162,7 +162,7 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
                         found.together.setdefault(root, []).extend(_normalizers(reader, roots))
     for node, use in found.use.items():
         value = node.meta.get("val")
-        if (isinstance(value, Tensor) and value.numel() and is_dense(value)
+        if (isinstance(value, Tensor) and is_dense(value) and value.numel()
                 and step.phase(node) is Phase.FORWARD):
             found.formats[node] = tuple(
                 _formats(node, use, signs[node], node in attended, LOSSY[compress]))

@@ -12,12 +12,15 @@ from .compat_trace import hinted, pytree
 RANDOM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def stand_ins(nest: Any, device: torch.device | str | None = None, random: bool = False) -> Any:
+def stand_ins(nest: Any, device: torch.device | str | None = None, random: bool = False,
+              apart: bool = False) -> Any:
     """`nest` with a real tensor for each fake one, and a plain number for each symbolic one.
 
     The tensors are on `device`, each on its own by default. Zeros are valid indices and valid numbers alike;
-    a single float is 1, a setting that is not off. With `random`, floats are spread over [0, 1), for
-    operators whose time depends on values, such as sorting: valid probabilities, and valid under roots.
+    a single float is 1, a setting that is not off, and of a mask all is true, so that no choice by it is larger.
+    With `random`, floats are spread over [0, 1), for operators whose time depends on values, such as sorting: valid
+    probabilities, and valid under roots. With `apart`, numbers are 1, 2 and so on, for operators that count what is
+    not zero, or not the same.
     Call it inside `compat_trace.real_tensors`.
     """
     def made(value: Any) -> Any:
@@ -25,7 +28,11 @@ def stand_ins(nest: Any, device: torch.device | str | None = None, random: bool 
             return hinted(value)
         elements = hinted(value.untyped_storage().nbytes()) // value.element_size()
         storage = torch.zeros(max(1, elements), dtype=value.dtype, device=device or value.device)
-        if value.dtype in RANDOM and (random or value.dim() == 0):
+        if value.dtype == torch.bool:
+            storage.fill_(True)  # a mask that keeps all
+        elif apart:
+            storage.copy_(torch.arange(1, 1 + len(storage)))
+        elif value.dtype in RANDOM and (random or value.dim() == 0):
             storage.uniform_() if random else storage.fill_(1)
         return storage.as_strided(tuple(map(hinted, value.shape)), tuple(map(hinted, value.stride())),
                                   hinted(value.storage_offset()))

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.compat_trace import polynomial
+from memopt_compile.compat_sizes import polynomial
 from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,

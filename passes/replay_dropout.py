@@ -6,7 +6,8 @@
 2. multiply by the mask and by 1/(1 − p),
 
 are two operators of which the second may run again. Only on the CPU, where drawing a mask by itself
-takes the same numbers from the generator, and where a mask is drawn at all.
+takes the same numbers from the generator, and where a mask is drawn at all (which is not known of a size that
+only the data tell).
 
 Before:  y, mask = native_dropout(x, p, True)
 After:   mask = bernoulli(empty_like(x), 1 − p); y = mul(mul(x, mask), 1/(1 − p))
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from memopt_compile.compat_sizes import symbols_of_data
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.recomputing import checkpointed
 from memopt_compile.step_graph import StepGraph
@@ -49,7 +51,8 @@ class ReplayDropout(StepPass):
             value = node.args[0].meta["val"]
             if fits and not checkpointed(node):
                 continue
-            if node.args[2] is not False and value.device.type == "cpu" and value.numel():
+            if (node.args[2] is not False and value.device.type == "cpu" and not symbols_of_data(value)
+                    and value.numel()):
                 split(step, node)
 
 

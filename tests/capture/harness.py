@@ -65,7 +65,8 @@ def compiled(build: Callable[[], Loop], lowering: str = "eager", dtype: torch.dt
         made.append(record)
         assert len(calls) < until, f"call {len(calls) + 1} made a graph"
 
-    with mock.patch.object(driver, "remember", remember):
+    with mock.patch.object(driver, "remember", remember), \
+            mock.patch.object(driver, "forget", lambda frame, record: made.remove(record)):
         return train(counted, compile, dtype=dtype), made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import rows_changes  # noqa: F401  (fills both)
+import rows_data_sizes  # noqa: F401  (fills both)
 import rows_functions  # noqa: F401  (fills both)
 import rows_leaves  # noqa: F401  (fills ROWS, or ORDINARY before torch 2.13)
 import rows_models  # noqa: F401  (fills ROWS)
