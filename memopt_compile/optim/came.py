@@ -93,16 +93,13 @@ class CAME(Accumulating, FactoredOptimizer):
             state[f"{name}_row"], state[f"{name}_col"] = empty_factors(here, dims, kind)
         return state
 
-    # As one operator of a captured step, which has its own slabs.
+    # Both have slabs of their own.
 
     def _fold_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         self.fold(grad, state, group, group["first"])
 
     def _apply_in_slabs(self, p: Tensor, grad: None, state: State, group: Options) -> None:
         self.apply(p, state, group)
-
-    def _update_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
-        self.update(p, grad, state, group)
 
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
         (eps1, eps2), n = group["eps"], group["micro_batches"]
