@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from . import compat
+from .optim import one_operator
 
 # Around every functional optimizer of torch's: it leaves the graph where step counts are on CUDA, as they
 # are with `fused=True`. Here they are values like others: see `get_value`.
@@ -102,11 +103,16 @@ def adafactor(params: list, grads: list, row_vars: list, col_vars: list, varianc
         param.add_(update.mul_(-scale / norm.clamp(min=1.0)))
 
 
+def yes() -> bool:
+    return True
+
+
 def single_tensor_forms() -> dict[Any, Callable]:
-    """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
+    """`foreach` and fused updates need every gradient at once: trace the loop over tensors. And updates of large
+    parameters may be operators, for a pass has these write in place."""
     forms: dict[Any, Callable] = {
         compat.single_tensor_asgd: asgd, compat.single_tensor_radam: radam,
-        compat.single_tensor_adafactor: adafactor}
+        compat.single_tensor_adafactor: adafactor, one_operator.copies_are_removed: yes}
     for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop",
                  "rprop", "sgd", "_adafactor", "_muon"):
         module = sys.modules.get(f"torch.optim.{name}")

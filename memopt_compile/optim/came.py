@@ -101,9 +101,6 @@ class CAME(Accumulating, FactoredOptimizer):
     def _apply_in_slabs(self, p: Tensor, grad: None, state: State, group: Options) -> None:
         self.apply(p, state, group)
 
-    def _update_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
-        self.update(p, grad, state, group)
-
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
         (eps1, eps2), n = group["eps"], group["micro_batches"]
         beta1, beta2, beta3 = (beta ** (1 / n) for beta in group["betas"])

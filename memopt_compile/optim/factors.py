@@ -41,6 +41,9 @@ class FactoredOptimizer(Optimizer):
                 f"a parameter of shape {tuple(p.shape)} cannot be factored by {tuple(dims)}",
                 "choose two dimensions that it has, or give it a group of its own")
 
+    def _update_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        self.update(p, grad, state, group)  # which has slabs of its own
+
     def by_rows(self, name: str, p: Tensor, group: Options) -> bool:
         dims = factored(p.shape, group["factor_dims"])
         gone = dims and (dims.columns if "row" in name else dims.rows if "col" in name else ())

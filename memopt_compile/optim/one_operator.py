@@ -4,8 +4,9 @@ In few bits is the parameter, or its states. Captured as operators of their own,
 encoding of an update hold several arrays of the parameter's size in full precision. In one operator they
 go through it a slab at a time, as in eager: its body is the eager code, on copies that are its results,
 so that captured steps write eager's codes. `memopt::quantized_update_` needs no copies: see the pass
-`update_in_place`. It holds a few slabs, whatever the size. CAME's update is one too, unless ranks share its
-parameters: the means of its rows and columns are then collectives of the step.
+`update_in_place`. It holds a few slabs, whatever the size. So are, in any width, the updates of large parameters
+by CAME and Adafactor: what their means over rows and columns are of would be there whole. Not where ranks share
+parameters: these means are then collectives of the step.
 
 An operator takes tensors and plain numbers. A method is named by its class and itself, and has the
 signature ``(p, grad, state, group)``; settings that are tensors go beside the others, and so does the
@@ -32,18 +33,30 @@ STEP = "step"
 INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed", "factor_dims")
 SEVERAL = ("betas", "eps", "factor_dims")  # numbers, or a word
 BITS = (8, 4, 1)  # of states: those of more would be copied whole
+LARGE = 1 << 20  # elements of a parameter: as in the pass `run_in_slabs`, which serves elementwise updates
 
 
 def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether what is done to this parameter is one operator of the step that is being captured.
 
     On a GPU the update of a parameter in full precision is fused as it is."""
-    if (not torch.compiler.is_compiling() or group["state_bits"] not in BITS or getattr(optimizer, "ranks", 1) != 1
+    if (not torch.compiler.is_compiling() or getattr(optimizer, "ranks", 1) != 1
             or type(optimizer).__module__.rpartition(".")[0] != __package__):
         return False
-    return isinstance(p, LowPrecisionTensor) or (
-        (optimizer.elementwise or optimizer.shards.ranks == 1) and p.device.type == "cpu" and p.is_contiguous()
-        and bool(optimizer.formats(p, group)))
+    few = group["state_bits"] in BITS
+    if isinstance(p, LowPrecisionTensor):
+        return few
+    if p.device.type != "cpu" or not p.is_contiguous():
+        return False
+    if few and optimizer.formats(p, group):
+        return optimizer.elementwise or optimizer.shards.ranks == 1
+    return (not optimizer.elementwise and optimizer.shards.ranks == 1 and p.numel() >= LARGE
+            and not group["skip_nonfinite"] and copies_are_removed())  # a bad gradient takes copies back
+
+
+def copies_are_removed() -> bool:
+    """By `update_in_place`: not where anybody else compiles. memopt's capture has another answer."""
+    return False
 
 
 def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: dict[str, Any],
@@ -61,7 +74,7 @@ def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: di
             if isinstance(number, Tensor):
                 keys.append(f"{name}*")
                 numbers.append(number)
-            elif isinstance(number, str) and name in SEVERAL:
+            elif name in SEVERAL and (number is None or isinstance(number, str)):
                 keys.append(f"{name}={number}")
             elif isinstance(number, (bool, int, float)):
                 keys.append(name)
@@ -123,13 +136,14 @@ def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys
 
 
 def _settings(keys: Sequence[str], values: Sequence[float], numbers: Sequence[Tensor]) -> dict[str, Any]:
-    """The group again, with 0 and 1 for flags, which is as good. A key with * has a tensor, one with = a word,
-    and one that comes again has several."""
-    group: dict[str, Any] = {"weight_bits": None, "factor_dims": None}
+    """The group again, with 0 and 1 for flags, which is as good. A key with * has a tensor, one with = a word
+    or None, and one that comes again has several."""
+    group: dict[str, Any] = {"weight_bits": None}
     plain, tensors, every = iter(values), iter(numbers), [re.split("[*=]", key)[0] for key in keys]
     for name, key in zip(every, keys):
-        number = key.partition("=")[2] or next(tensors if key[-1] == "*" else plain)
-        number = int(number) if name in INTEGERS and not isinstance(number, str) else number
+        word = key.partition("=")[2]
+        number = (None if word == "None" else word) if word else next(tensors if key[-1] == "*" else plain)
+        number = int(number) if name in INTEGERS and not word else number
         group[name] = (*(group.get(name) or ()), number) if every.count(name) > 1 else number
     return group
 

@@ -19,6 +19,7 @@ from temporaries import captured_bytes
 
 import memopt_compile as memopt
 from memopt_compile import driver
+from memopt_compile.optim import one_operator, slabs
 
 STEPS = 12
 
@@ -160,6 +161,81 @@ def test_hooks_that_fold_are_left_to_eager():
     frames = {frame.co_name for frame in torch._dynamo.utils.get_compilation_metrics()}
     assert "step" in frames and not frames & {"_hook", "_fold_and_free", "_fold_in_slabs"}
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.fixture
+def all_large(monkeypatch):
+    monkeypatch.setattr(one_operator, "LARGE", 1)
+
+
+def updates(record) -> int:
+    return sum(n for name, n in record.step.op_counts().items() if name.startswith("quantized_update"))
+
+
+LARGE = {name: MAKERS[name] for name in ("CAME", "CAME auto", "Adafactor")} | {
+    "Adafactor dims": lambda p: memopt.optim.Adafactor(p, eps=(1e-9, 1e-3), factor_dims="auto", maximize=True)}
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_large_updates_in_means_are_one_operator(make, all_large):
+    record, = in_one_graph(lambda: scheduled(make), tolerance=1e-12)
+    assert updates(record) == record.step.op_counts()["quantized_update_"] > 0  # all in place
+
+
+def test_large_parts_are_one_operator(all_large):
+    def build():
+        model = network()
+        return in_parts(model, memopt.optim.CAME(model.parameters(), lr=0.02, micro_batches=3))
+
+    record, = in_one_graph(build, tolerance=1e-12)
+    assert updates(record) == record.step.op_counts()["quantized_update_"] > 0
+
+
+def test_large_updates_that_take_copies_back_are_not(all_large):
+    record, = in_one_graph(lambda: scheduled(lambda p: memopt.optim.CAME(p, lr=0.02, skip_nonfinite=True)))
+    assert updates(record) == 0
+
+
+def test_large_updates_of_other_compilers_are_not(all_large):
+    """They would keep the operator's copies."""
+    ps = [nn.Parameter(torch.ones(8, 8))]
+    opt, targets = memopt.optim.CAME(ps, lr=0.02), []
+
+    def backend(gm, inputs):
+        targets.extend(str(node.target) for node in gm.graph.nodes)
+        return gm
+
+    ps[0].grad = torch.ones(8, 8)
+    torch.compile(opt.step, backend=backend)()
+    assert targets and not any("quantized_update" in target for target in targets)
+
+
+@pytest.mark.parametrize("kind", ["CAME", "Adafactor"])
+@pytest.mark.parametrize(("bits", "weight_bits"), [(32, None), (16, None), (32, 16), (32, 24)])
+def test_large_updates_hold_slabs_and_equal_eager(kind, bits, weight_bits, all_large, monkeypatch):
+    monkeypatch.setattr(slabs, "ELEMENTS", 1 << 12)
+
+    def trained(compile):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(512, 512).to(torch.bfloat16 if weight_bits else torch.float32))
+        opt = getattr(memopt.optim, kind)([p], lr=0.01, state_bits=bits, weight_bits=weight_bits)
+
+        def step(x):
+            (p * x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+        run = compile(step)
+        for _ in range(3):
+            run(torch.randn_like(p))
+        values = [p.detach().clone(), *(s.clone() for s in opt.state[p].values() if isinstance(s, torch.Tensor))]
+        return values, memopt.measure(run, torch.randn_like(p), resident=(p, opt)).transient_peak_bytes - p.nbytes
+
+    expected, _ = trained(lambda step: step)
+    got, held = trained(lambda step: memopt.compile(step, lowering="eager"))
+    assert all(map(torch.equal, got, expected)) and len(got) == len(expected)
+    assert held <= 16 * 4 * slabs.ELEMENTS
 
 
 @pytest.mark.parametrize("n", [2, 5])

@@ -56,6 +56,25 @@ def test_nothing_to_do():
     assert step.text() == text
 
 
+def test_result_that_is_read_behind_its_write():
+    """The layers' new weights are used in the same step, as those of a discriminator are."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    opt = memopt.optim.AdamW(model.parameters(), lr=0.1, state_bits=8, weight_bits=16)
+
+    def train(x):
+        for _ in range(2):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return model(x).detach()
+
+    step = captured(train, torch.randn(4, 64))
+    for each in BEFORE:
+        each.run(step)
+    check(step, UpdateInPlace())
+    assert step.op_counts()["quantized_update_"] == 4 and "quantized_update" not in step.op_counts()
+
+
 def test_left_alone_where_the_old_value_is_wanted():
     model = torch.nn.Linear(64, 64, bias=False)
     opt = memopt.optim.AdamW(model.parameters(), state_bits=8, skip_nonfinite=True)
