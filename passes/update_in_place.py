@@ -7,7 +7,8 @@ This pass gives the operator its in-place form. The numbered rules are cited in 
 1. All results of the operator or none: each operand is an input of the step, or what was written to one, and
    fills it; and the step writes to that input later, the result or what is computed from it.
 2. From the operator to that write nothing else touches the input: what reads the old value stands before the
-   operator. Behind the write nothing reads the result, unless that is what is written and stays to the end.
+   operator. Behind the write nothing reads the result, unless that is what is written and stays to the end; and
+   the step does not return it.
 3. If it does not fit where it is, the operator may stand where its first result is read: the parameter is read
    by backward till then.
 4. ``copy_(m, m)`` takes the result's place if anything reads it. It copies nothing, and says that what reads
@@ -83,14 +84,17 @@ class _Places:
             if (owner.op != "placeholder" or write is None or write.target is not COPY
                     or self.roots[write.args[0]] != {owner} or owner in self.roots[write.args[1]]
                     or len({str(n.meta["val"].numel()) for n in (place, owner, write.args[0])}) > 1  # symbols
-                    or self._is_read_behind(write, items[i]) and not (write.args[1] is items[i] and not any(
-                        write < t and any(owner in self.roots[a] for a in mutated_args(t)) for t in touches))):
+                    or not self._may_stay(items[i], write, owner, touches)):
                 return []
             found.append(write)
         return found
 
-    def _is_read_behind(self, write: fx.Node, item: fx.Node) -> bool:
-        return any(write < user for m in self.members[item] for user in readers(m))
+    def _may_stay(self, item: fx.Node, write: fx.Node, owner: fx.Node, touches: set[fx.Node]) -> bool:
+        """Whether what reads the result behind the write may read the input there. (The step may not return it:
+        that is to be the caller's own.)"""
+        late = {user for m in self.members[item] for user in readers(m) if write < user}
+        return not late or write.args[1] is item and not any(user.op == "output" for user in late) and not any(
+            write < t and any(owner in self.roots[a] for a in mutated_args(t)) for t in touches)
 
     def put_off(self, node: fx.Node) -> bool:
         """Rule 3, if its operands are then what they are now."""

@@ -100,8 +100,10 @@ class Accumulating(Optimizer):
         if one_operator.applies(self, here, group):
             one_operator.apply(self, "_fold_in_slabs", here, self.shards.local(grad), state,
                                {**group, "first": first}, moves=False)
-        else:
+        elif self.elementwise:
             self._fold_in_slabs(p, grad, state, {**group, "first": first})
+        else:
+            self.fold(grad, state, group, first)
 
     def _fold_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         p, grad = self.in_blocks(group, self.shards.local(p), self.shards.local(grad))
@@ -129,8 +131,10 @@ class Accumulating(Optimizer):
                 here = self.shards.local(p)
                 if one_operator.applies(self, here, group):
                     one_operator.apply(self, "_apply_in_slabs", here, None, state, group)
-                else:
+                elif self.elementwise:
                     self._apply_in_slabs(p, None, state, group)
+                else:
+                    self.apply(p, state, group)
 
     def _apply_in_slabs(self, p: Tensor, grad: None, state: State, group: Options) -> None:
         p, = self.in_blocks(group, self.shards.local(p))

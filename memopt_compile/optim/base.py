@@ -284,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         if one_operator.applies(self, here, group):
             one_operator.apply(self, "_update_in_slabs", here, self.shards.local(grad), state, group)
         else:
-            self._update_in_slabs(p, grad, state, group)
+            (self._update_in_slabs if self.elementwise else self.update)(p, grad, state, group)
 
     def _update_in_slabs(self, p: Tensor, grad: Any, state: State, group: Options) -> None:
         p, grad = self.in_blocks(group, self.shards.local(p), self.shards.local(grad))

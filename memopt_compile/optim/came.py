@@ -93,7 +93,7 @@ class CAME(Accumulating, FactoredOptimizer):
             state[f"{name}_row"], state[f"{name}_col"] = empty_factors(here, dims, kind)
         return state
 
-    # Both have slabs of their own.
+    # As one operator of a captured step, which has its own slabs.
 
     def _fold_in_slabs(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         self.fold(grad, state, group, group["first"])
