@@ -84,6 +84,7 @@ class Notes:
     reads_later: bool = True
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
+    eager: bool = False  # lowering="eager"
     refusal: MemoptError | None = None
 
     @property
@@ -311,6 +312,8 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
     if getattr(self.fn, "__code__", None) is optimizer_capture.FALLBACK:
         self = compat.UserFunctionVariable(self.fn.__wrapped__)
     form = _FORMS.get(self.fn)
+    if _notes.eager:
+        form = optimizer_capture.FOR_THE_EAGER_LOWERING.get(self.fn, form)
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
@@ -349,7 +352,8 @@ def scope(step: Any, code: Any, options: Any = None,
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
         resumed=code.co_name.startswith("torch_dynamo_resume_in_"),
-        folds=(options or {}).get("accumulate") == "optimizer_states")
+        folds=(options or {}).get("accumulate") == "optimizer_states",
+        eager=(options or {}).get("lowering") == "eager")
     if not _FORMS:
         _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
     if "torch.distributed.tensor" in sys.modules:

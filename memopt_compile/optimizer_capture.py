@@ -103,16 +103,15 @@ def adafactor(params: list, grads: list, row_vars: list, col_vars: list, varianc
         param.add_(update.mul_(-scale / norm.clamp(min=1.0)))
 
 
-def yes() -> bool:
-    return True
+# Updates of large parameters may be operators, for a pass has these write in place. Inductor's loops are faster.
+FOR_THE_EAGER_LOWERING: dict[Any, Callable] = {one_operator.copies_are_removed: lambda: True}
 
 
 def single_tensor_forms() -> dict[Any, Callable]:
-    """`foreach` and fused updates need every gradient at once: trace the loop over tensors. And updates of large
-    parameters may be operators, for a pass has these write in place."""
+    """`foreach` and fused updates need every gradient at once: trace the loop over tensors."""
     forms: dict[Any, Callable] = {
         compat.single_tensor_asgd: asgd, compat.single_tensor_radam: radam,
-        compat.single_tensor_adafactor: adafactor, one_operator.copies_are_removed: yes}
+        compat.single_tensor_adafactor: adafactor}
     for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop",
                  "rprop", "sgd", "_adafactor", "_muon"):
         module = sys.modules.get(f"torch.optim.{name}")
