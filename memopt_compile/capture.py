@@ -311,9 +311,7 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
         return chunks
     if getattr(self.fn, "__code__", None) is optimizer_capture.FALLBACK:
         self = compat.UserFunctionVariable(self.fn.__wrapped__)
-    form = _FORMS.get(self.fn)
-    if _notes.eager:
-        form = optimizer_capture.FOR_THE_EAGER_LOWERING.get(self.fn, form)
+    form = _FORMS.get(self.fn) or _notes.eager and optimizer_capture.FOR_THE_EAGER_LOWERING.get(self.fn) or None
     if form is None and "fused" in kwargs and self.fn.__module__.startswith("torch.optim"):
         # Dynamo may not enter a fused update: choose the loop before the optimizer chooses.
         loop = compat.VariableTracker.build(tx, False)
