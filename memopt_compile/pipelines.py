@@ -208,18 +208,18 @@ def rewritten(
         best = min(found, tight, last, key=peak)
         # `observe` is told of what is taken last.
         return best if best is last else by(chosen(smallest=False) if best is found else chosen(free=False), observe)
+    changed = {r.name for r in found[1] if r.op_changes}
+    rivals = (({"in_order": False}, lowering == "eager" and ChunkLogits.name not in changed),
+              ({"free": False}, RematerializeFree.name in changed))
     way: dict[str, bool] = {}
     seen = way  # by `observe`
-    for other, of in (({"in_order": False}, ChunkLogits), ({"free": False}, RematerializeFree)):
-        plan, changed = found[0].plan, {r.name for r in found[1] if r.op_changes}
+    for other in [other for other, differs in rivals if differs]:
+        plan = found[0].plan
         if plan is None or not plan.seconds:
             break
-        if of is ChunkLogits and (lowering != "eager" or of.name in changed) \
-                or of is RematerializeFree and of.name not in changed:
-            continue
         # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
         faster = chosen(**way, **other, smallest=False, at_most=plan.seconds * (1 - GAP))
-        rival, records = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
+        rival, _ = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
         if rival.plan is None and peak((rival, ())) > limit_bytes:
             continue
         seen = way | other
