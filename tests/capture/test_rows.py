@@ -13,9 +13,10 @@ import torch
 from harness import STEPS, compiled, largest_difference, train
 
 
-def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, until: int = STEPS):
+def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, until: int = STEPS,
+          lowering: str = "eager"):
     expected = train(build)
-    got, compilations = compiled(build, until=until)
+    got, compilations = compiled(build, lowering, until=until)
     difference, where = largest_difference(expected, got)
     assert difference <= tolerance, f"{where}: {difference:.3e}"
     steps = [c for c in compilations if c.kind == "step"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import rows
 import test_rows
@@ -14,6 +16,8 @@ pytestmark = [pytest.mark.gpu,
 
 # Under a default device `torch.compile` itself loses the device of a `linspace` given to `backward`.
 ROWS = [name for name in rows.ROWS if name not in ("weighted_backward", "default_device")]
+
+NOTHING_COMPUTED = "WITHOUT_GPU" in os.environ and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,14 @@ def test_row(name):
 @pytest.mark.parametrize("name", rows.OPTIMIZERS)
 def test_optimizer(name):
     test_rows.test_optimizer(name)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.skipif(NOTHING_COMPUTED, reason="Triton's kernels compute nothing here")
+def test_row_by_inductor(name):
+    with torch._inductor.config.patch(fallback_random=True):  # eager's random numbers
+        test_rows.check(rows.ROWS[name], graphs=test_rows.GRAPHS.get(name, 2), until=test_rows.UNTIL.get(name, 2),
+                        lowering="inductor")
 
 
 @pytest.mark.parametrize("name", [n for n in ROWS if n != "state_loaded_in_the_middle"])

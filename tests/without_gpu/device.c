@@ -122,7 +122,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) { *made 
 cudaError_t cudaEventCreate(cudaEvent_t *made) { *made = HANDLE(cudaEvent_t); return 0; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 0.01f; return 0; }
 
-/* A graph is a number. `operators` keeps what was computed while it was captured, and computes it again. */
+/* A graph is a number. `device_operators` keeps what was computed while it was captured, and computes it again. */
 static cudaStream_t captured = (cudaStream_t)-1;
 static unsigned long long captures = 0;
 static void (*end_capture)(uintptr_t), (*launch_graph)(uintptr_t);

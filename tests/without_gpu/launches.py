@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import operators
+import device_operators
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate

@@ -3,7 +3,7 @@
     python tests/without_gpu/run.py -m gpu [arguments of pytest]
     python tests/without_gpu/run.py --script launches.py [arguments]
 
-The device of `device.c` has memory, and `operators` computes on it with the CPU's kernels. So capture, passes,
+The device of `device.c` has memory, and `device_operators` computes on it with the CPU's kernels. So capture, passes,
 numbers of the eager lowering, what PyTorch's CUDA allocator counts, and Inductor's code up to compiled Triton
 kernels are as on a GPU. Not so: numbers of Inductor's lowering (its kernels do nothing, and losses stay zero),
 workspace of cuBLAS and cuDNN, times, streams that overlap. It found what no run on a CPU could; it is no
@@ -58,7 +58,7 @@ def main() -> None:
         environment = {**os.environ, "WITHOUT_GPU": "1", "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder,
                        "TRITON_LIBCUDA_PATH": folder, "PYTHONPATH": os.pathsep.join(
                            [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        command, given = ["-m", "pytest", "-p", "operators"], sys.argv[1:]
+        command, given = ["-m", "pytest", "-p", "device_operators"], sys.argv[1:]
         if given[:1] == ["--script"]:
             command, given = [str(HERE / given[1])], given[2:]
         sys.exit(subprocess.run([sys.executable, *command, *given], env=environment).returncode)

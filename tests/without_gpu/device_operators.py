@@ -4,13 +4,14 @@ Importing it replaces CUDA's kernels, so that eager steps and the eager lowering
 Operators that only CUDA has (attention of three libraries) have a form of their own below; cuDNN's others are
 switched off. Random operators take their numbers from the device's generator, and move it on as a kernel
 does, so that what is replayed is drawn again; which numbers those are is not CUDA's. Triton's kernels are
-compiled and launched, and compute nothing.
+compiled and launched, and compute nothing, or see `device_kernels`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -263,3 +264,5 @@ def replace() -> None:
 
 
 replace()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import device_kernels  # noqa: F401

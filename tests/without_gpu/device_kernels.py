@@ -1,0 +1,54 @@
+"""What Triton's interpreter lacks for the kernels that Inductor writes: CUDA's library of functions.
+
+With TRITON_INTERPRET=1 Inductor gives its kernels to Triton's interpreter, which computes them by NumPy where
+their tensors are; on the device of `device.c` it finds them in the host's memory. So Inductor's lowering has
+true numbers there, slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import TensorHandle
+
+# By the library's name; others have PyTorch's.
+BY_TORCH = {"fmod": torch.fmod, "ilogb": lambda x: torch.frexp(x).exponent - 1, "ldexp": torch.ldexp,
+            "nearbyint": torch.round, "rint": torch.round, "llrint": lambda x: torch.round(x).to(torch.int64),
+            "atan": torch.atan, "tgamma": lambda x: torch.lgamma(x).exp(), "isinfd": torch.isinf, "isnand": torch.isnan,
+            "sinpi": lambda x: torch.sin(x * math.pi), "cospi": lambda x: torch.cos(x * math.pi)}
+
+
+def by_torch(name: str, *given: Any) -> tl.tensor:
+    """The function `name` of the library, of a kernel's tensors."""
+    function = BY_TORCH.get(name) or getattr(torch, name, None) or getattr(torch.special, name)
+    like = next(each for each in given if isinstance(each, tl.tensor))
+    values = [torch.from_numpy(np.asarray(each.handle.data if isinstance(each, tl.tensor) else each)) for each in given]
+    made = function(*values).numpy()
+    scalar = like.dtype if made.dtype == like.handle.data.dtype else tl.dtype(
+        "int1" if made.dtype == np.bool_ else {"f": "fp"}.get(made.dtype.kind, "int") + str(made.itemsize * 8))
+    return tl.tensor(TensorHandle(made, scalar), like.type.with_element_ty(scalar) if like.type.is_block() else scalar)
+
+
+for name in [name for name in vars(libdevice) if not name.startswith("_")]:
+    setattr(libdevice, name, functools.partial(by_torch, name))
+
+
+def typed(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any) -> Any:
+    """The kernel's arguments and its grid, each float of the type that the kernel is compiled for, not a literal."""
+    args, grid = grid_of(kernel, args, config)
+    declared = [kind for name, kind in kernel.triton_meta["signature"].items() if name not in config.kwargs]
+    kinds = {"fp64": (tl.float64, np.float64), "fp32": (tl.float32, np.float32)}
+    return tuple(tl.tensor(TensorHandle(np.array([arg], kinds[kind][1]), kinds[kind][0]), kinds[kind][0])
+                 if isinstance(arg, float) else arg for arg, kind in zip(args, declared, strict=True)), grid
+
+
+CachingAutotuner._interpret_args_grid = (
+    lambda kernel, args, config, grid_of=CachingAutotuner._interpret_args_grid: typed(grid_of, kernel, args, config))
