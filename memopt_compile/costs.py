@@ -120,13 +120,14 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     if not tensors or _only_writes(target, args, tensors):
         return 0
-    if target.namespace != "memopt" and any(t.device.type != "cpu" for t in tensors):
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    if target.namespace != "memopt" and device.type != "cpu":
         return 0
     if target is IN_SLABS_:
         args = of_one_slab(*args)
-    key = (target, repr(pytree.tree_map(_description, (args, kwargs))))
+    key = (target, device.type, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
-        _known[key] = _measure(target, args, kwargs)
+        _known[key] = _measure(target, args, kwargs, device)
     return _known[key]
 
 
@@ -162,17 +163,20 @@ def _keep_as_many_as_given(places: list[Any], values: Tensor) -> None:
             return
 
 
-def _measure(target: Any, args: Any, kwargs: Any) -> int:
-    """Peak of one run on made-up operands, less the bytes of its results."""
-    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs():
-        args, kwargs = stand_ins((args, kwargs), "cpu", random=target.__name__.startswith(UNTIL_SMALL),
+def _measure(target: Any, args: Any, kwargs: Any, device: torch.device) -> int:
+    """Peak of one run on made-up operands, less the bytes of its results: on a CPU, but for what is compiled for
+    `device`."""
+    compiled = target.__name__.startswith("compiled") and torch.get_device_module(device).is_available()
+    there = None if compiled else "cpu"
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs(device):
+        args, kwargs = stand_ins((args, kwargs), there, random=target.__name__.startswith(UNTIL_SMALL),
                                  apart=target.__name__.startswith(COUNT))
         run = partial(target, *args, **kwargs)
         try:
             if target.__name__.startswith("index_put"):
                 _keep_as_many_as_given(*args[1:3])
             run()  # libraries keep what they set up in their first call
-            seen = measure(run, resident=())
+            seen = measure(run, resident=[t for t in pytree.tree_leaves((args, kwargs)) if getattr(t, "is_cuda", False)])
         except Exception:  # made-up operands may be refused: then nothing is known of it
             return 0
     results = [t for t in pytree.tree_leaves(seen.result) if isinstance(t, Tensor) and t.layout is torch.strided]

@@ -57,7 +57,7 @@ def inlined(step: StepGraph, decompositions: Mapping[Any, Any]) -> StepGraph:
         return step
     step = step.copy()
     for node in list(step.computing()):
-        if node.target in COMPILED and node.all_input_nodes[0].meta["val"].device.type == "cpu":
+        if node.target in COMPILED:
             node.target = COMPILED[node.target]
         if node.target not in ARITHMETIC:
             continue

@@ -11,7 +11,7 @@ It draws what the eager code draws, since the draw of an element follows from it
 same. But eager's kernels round a product and a sum at once, where these round twice: a scale may differ by
 its last bit, and then a code in some thousands by one.
 
-Only for CPUs: on a GPU nobody has tried it yet.
+On a GPU, where what a launch takes counts, slabs are larger.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .quantization.operators import (
     DECODE,
     DEQUANTIZE,
     QUANTIZE,
+    elements_on,
     encode,
     some,
     whole_moment,
@@ -95,13 +96,14 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
     kinds = _parts(p, parameter, grad, dict(zip(names.split(), state)), formats)
     flat, states = ([t.view(-1) if t.dim() else t for t in tensors] for tensors in (parameter, state))
     given = [*flat, *(g.reshape(-1) for g in grad), *states]
-    block, count = optimizer.block(p, group), p.numel()
-    length = max(1, (ELEMENTS if count < LARGE else OF_LARGE) // block) * block
+    block, count, device = optimizer.block(p, group), p.numel(), given[0].device
+    length = max(1, elements_on(device, ELEMENTS if count < LARGE else OF_LARGE) // block) * block
     kernel = _kernel((method, names, keys, tuple(values)), tuple(layout[:3]), dtype, length,
                      tuple((kind.size and kind.size(length), t.dtype) for kind, t in zip(kinds, given)),
-                     (len(parameter), len(grad)), tuple((n.item() != 0, n.dtype) for n in numbers),
-                     torch.get_num_threads())
-    place, counts = torch.empty((), dtype=torch.int32), [(t, t.clone()) for k, t in zip(kinds, given) if not k.size]
+                     (len(parameter), len(grad)), tuple((n.is_cuda or n.item() != 0, n.dtype, n.device) for n in numbers),
+                     device, torch.get_num_threads())
+    place = torch.empty((), dtype=torch.int32, device="cpu")
+    counts = [(t, t.clone()) for k, t in zip(kinds, given) if not k.size]
     for first in some(range(0, count, length)):
         here = min(length, count - first)
         for each, before in counts:  # every slab is of the same step
@@ -175,14 +177,14 @@ class _TensorsForNumbers(TorchFunctionMode):
 
 @functools.cache
 def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int, shapes: tuple, counts: tuple,
-            numbers: tuple, threads: int) -> Callable[[list], Sequence[Tensor]]:
+            numbers: tuple, device: torch.device, threads: int) -> Callable[[list], Sequence[Tensor]]:
     """The update of one slab in place, compiled: takes where it is, its tensors and the numbers, in a list."""
     parts, others = counts[0], sum(counts)
     place: Any = None
 
     def update(*tensors: Tensor) -> list[Tensor]:
         given = tensors[:len(shapes)]
-        settings = [t if other else 0.0 for t, (other, _) in zip(tensors[len(shapes):], numbers)]
+        settings = [t if other else 0.0 for t, (other, *_) in zip(tensors[len(shapes):], numbers)]
         parameter, grad, state = given[:parts], given[parts:others], given[others:]
         with _TensorsForNumbers(settings):
             first = 0 if layout[0] else place  # `quantized` knows it of a parameter in few bits
@@ -201,9 +203,9 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
         return encode(value.reshape(-1), form_of(*form), draws, place, by=arithmetic)
 
     def example() -> list[Tensor]:
-        return [torch.empty((), dtype=torch.int32),
-                *(torch.empty(() if size is None else (size,), dtype=kind) for size, kind in shapes),
-                *(torch.empty((), dtype=kind) for _, kind in numbers)]
+        return [torch.empty((), dtype=torch.int32, device="cpu"),
+                *(torch.empty(() if size is None else (size,), dtype=kind, device=device) for size, kind in shapes),
+                *(torch.empty((), dtype=kind, device=where) for _, kind, where in numbers)]
 
     with compat_trace.real_tensors():
         module = compat_trace.traced_as_compiled(traced, example, {

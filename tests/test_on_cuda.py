@@ -39,6 +39,7 @@ CASES = {
     "offload": (adamw, {"memory_budget": 0.7, "recompute": False, "offload": True}),
     "accumulate": (adamw, {"accumulate": "optimizer_states"}),
     "states of 4 bits": (lambda model: memopt.optim.AdamW(model.parameters(), state_bits=4), {}),
+    "states of 1 bit": (lambda model: memopt.optim.AdamW(model.parameters(), state_bits=1), {}),
     "CAME": (lambda model: memopt.optim.CAME(model.parameters(), lr=1e-4), {}),
     "parameters of 8 bits": (in_few_bits, {}),
 }
@@ -71,7 +72,7 @@ def test_peak_is_predicted(name, lowering):
     run = torch.compile(step, backend="memopt", fullgraph=True, options={"lowering": lowering, **options})
     losses = [float(run(x, y)) for _ in range(6)]
     report = memopt.report(run)
-    if lowering == "eager" or "WITHOUT_GPU" not in os.environ:  # there Triton's kernels do nothing
+    if lowering == "eager" or "WITHOUT_GPU" not in os.environ or "TRITON_INTERPRET" in os.environ:  # kernels compute
         assert losses[-1] < losses[0]
     assert report.measured_peak_bytes <= options.get("memory_budget", float("inf"))
     assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.005)

@@ -224,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def slabs(self, p: Tensor, group: Options) -> list[Slab | None]:
         """The slabs of `p`, each of whole blocks of its formats."""
-        return slabs(p.shape, self.block(p, group), isinstance(p, LowPrecisionTensor))
+        return slabs(p, self.block(p, group), isinstance(p, LowPrecisionTensor))
 
     # ------------------------------------------------------------------ the step
 

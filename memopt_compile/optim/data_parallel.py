@@ -118,7 +118,7 @@ def pieces(optimizer: AdamA) -> list[Piece]:
         for p in group["params"]:
             if p.requires_grad and p.numel():
                 folded = p in optimizer.state and optimizer.state[p].get("folded", False)
-                for slab in sliced(p.shape, optimizer.block(p, group)):
+                for slab in sliced(p, optimizer.block(p, group)):
                     found.append(Piece(p, group, slab, folded))
     return found
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantization.operators import some
+from ..quantization.operators import elements_on, some
 
-# An update holds at most four arrays of this many elements: 4 MiB in float64.
+# An update holds at most four arrays of this many elements: 4 MiB in float64, and more on a GPU.
 ELEMENTS = 1 << 17
 
 
@@ -27,18 +27,19 @@ class Slab(NamedTuple):
     length: int
 
 
-def slabs(shape: Sequence[int], block: int = 1, encoding: bool = False) -> list[Slab | None]:
+def slabs(tensor: Tensor, block: int = 1, encoding: bool = False) -> list[Slab | None]:
     """The slabs of a tensor of this shape; ``[None]``, the whole, for a small or a traced one."""
-    return [None] if torch.compiler.is_compiling() else sliced(shape, block, encoding)
+    return [None] if torch.compiler.is_compiling() else sliced(tensor, block, encoding)
 
 
-def sliced(shape: Sequence[int], block: int = 1, encoding: bool = False) -> list[Slab | None]:
+def sliced(tensor: Tensor, block: int = 1, encoding: bool = False) -> list[Slab | None]:
     """The same, traced or not. `encoding` stochastically holds more arrays: then slabs are smaller.
 
     With blocks of more than one element, counted in row-major order, they are along the first
     dimension, and whole blocks but for the last.
     """
-    count, most = math.prod(shape), ELEMENTS // (4 if encoding else 1)
+    shape, count = tensor.shape, tensor.numel()
+    most = elements_on(tensor.device, ELEMENTS) // (4 if encoding else 1)
     if count <= most:
         return [None]
     dim = 0 if block > 1 else max(range(len(shape)), key=lambda d: shape[d])

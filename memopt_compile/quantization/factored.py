@@ -79,13 +79,16 @@ def decode(signs: Tensor, means: Tensor, form: Factored, count: int, dtype: torc
 
 
 def _counts(count: int, form: Factored, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """How many elements rows, columns and blocks have, at least 1: all of them float32."""
-    starts = torch.arange(0, count, form.block, device=device).unsqueeze(1)
-    left = (count - starts).clamp(max=form.block)
-    places = torch.arange(SIDE, device=device)
-    rows = (left - places * SIDE).clamp(1, SIDE)
-    columns = ((left - places + SIDE - 1) // SIDE).clamp(min=1)
-    return rows.float(), columns.float(), left.view(-1).float()
+    """How many elements rows, columns and blocks have, at least 1: all of them float32. (Of integers Inductor makes
+    an index, which its code for GPUs cannot order.)"""
+    full, rest = divmod(count, form.block)
+    rows, all_of_it = torch.full((full, SIDE), float(SIDE), device=device), torch.full((full,), float(form.block), device=device)
+    if not rest:
+        return rows, rows, all_of_it
+    places = torch.arange(SIDE, dtype=torch.float32, device=device)
+    of_rows, of_columns = rest - places * SIDE, ((rest - places + SIDE - 1) / SIDE).floor()
+    return (*(torch.cat((rows, last.clamp(1, SIDE).unsqueeze(0))) for last in (of_rows, of_columns)),
+            torch.cat((all_of_it, all_of_it.new_full((1,), float(rest)))))
 
 
 def _bits(device: torch.device) -> Tensor:

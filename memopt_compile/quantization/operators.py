@@ -22,6 +22,7 @@ from . import arithmetic, formats, linear, tables
 from .formats import Format, Linear, form_of
 
 ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
+ON_A_GPU = 8  # times as many: every operator on a slab is a launch
 
 
 @torch.library.custom_op("memopt::quantize", mutates_args=())
@@ -32,7 +33,7 @@ def quantize(value: Tensor, draws: Tensor, map: str, bits: int, block: int,
     form = form_of(map, bits, block, seed, first)
     flat = value.reshape(-1)
     parts = _empty(value, form)
-    for start, length in slabs(form, flat.numel()):
+    for start, length in slabs(form, flat.numel(), value.device):
         made = encode(flat[start:start + length], form, draws, start, by=tables)
         for part, new in zip(part_of(parts, form, start, length), made):
             part.copy_(new)
@@ -45,7 +46,7 @@ def dequantize(parts: list[Tensor], map: str, bits: int, block: int, size: list[
     """The contiguous tensor of this size that has these parts."""
     form, count = form_of(map, bits, block), math.prod(size)
     result = torch.empty(count, dtype=dtype, device=parts[0].device)
-    for first, length in slabs(form, count):
+    for first, length in slabs(form, count, result.device):
         those = part_of(parts, form, first, length)
         result[first:first + length] = decode(those, form, length, by=tables)
     return result.view(size)
@@ -57,7 +58,7 @@ def decode_moment(codes: Tensor, scales: Tensor, map: str, bits: int, block: int
     """The vector of `count` elements that has these codes and scales, computed in its own type."""
     form = form_of(map, bits, block)
     result = codes.new_empty(count, dtype=dtype)
-    for first, length in slabs(form, count):
+    for first, length in slabs(form, count, result.device):
         those = part_of((codes, scales), form, first, length)
         result[first:first + length] = formats.decode(*those, form, length, dtype, by=tables)
     return result
@@ -91,21 +92,21 @@ def decode(parts: Sequence[Tensor], form: Format | Linear, count: int, by: Any =
     return formats.decode(*parts, form, count, torch.float32, by)
 
 
-def slabs(form: Format | Linear, count: int) -> Iterator[tuple[int, int]]:
+def slabs(form: Format | Linear, count: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """(first, length) of pieces of whole blocks, but for the last."""
-    length = max(1, ELEMENTS // form.block) * form.block
+    length = max(1, elements_on(device, ELEMENTS) // form.block) * form.block
     for first in some(range(0, count, length)):
         yield first, min(length, count - first)
 
 
-_few: ContextVar[bool] = ContextVar("few slabs", default=False)
+_few: ContextVar[torch.device | None] = ContextVar("few slabs, as on a device", default=None)
 
 
 @contextlib.contextmanager
-def few_slabs() -> Iterator[None]:
+def few_slabs(device: torch.device | None = None) -> Iterator[None]:
     """A scope in which only the first slabs of a tensor are gone through, and the last: as much memory is
-    held as for all of them, which is what a measurement wants to know."""
-    token = _few.set(True)
+    held as for all of them, which is what a measurement wants to know. They are as large as on `device`."""
+    token = _few.set(device or torch.device("cpu"))
     try:
         yield
     finally:
@@ -114,7 +115,12 @@ def few_slabs() -> Iterator[None]:
 
 def some(slabs: Sequence[Any]) -> Sequence[Any]:
     """All slabs, or in `few_slabs` some."""
-    return [*slabs[:3], *slabs[3:][-1:]] if _few.get() else slabs
+    return slabs if _few.get() is None else [*slabs[:3], *slabs[3:][-1:]]
+
+
+def elements_on(device: torch.device, count: int) -> int:
+    """Of how many elements a slab is on `device`, where it is of `count` on a CPU."""
+    return count if (_few.get() or device).type == "cpu" else ON_A_GPU * count
 
 
 def part_of(parts: Sequence[Tensor], form: Format | Linear, first: int, length: int) -> list[Tensor]:

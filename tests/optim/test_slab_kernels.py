@@ -9,8 +9,16 @@ from memopt_compile.optim.one_operator import KEPT, quantized_update
 from memopt_compile.slab_kernels import compiled_update, compiled_update_
 
 pytestmark = pytest.mark.inductor
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device")])]
 ELEMENTS = 2 * slab_kernels.ELEMENTS + 2048 + 77  # two slabs, a block and a part of one
 WHOLE = 2 * slab_kernels.ELEMENTS + 4096  # two slabs and a block of means
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def device(request):
+    with torch.device(request.param):
+        yield torch.device(request.param)
 
 
 def given(bits, make, kept=False, elements=ELEMENTS, **settings):
@@ -42,7 +50,7 @@ def given(bits, make, kept=False, elements=ELEMENTS, **settings):
 @torch.no_grad()
 def test_it_is_the_eager_update(bits, make, kept):
     torch.manual_seed(0)
-    args = given(bits, make, kept, weight_decay=torch.tensor(0.02, dtype=torch.float64))
+    args = given(bits, make, kept, weight_decay=torch.tensor(0.02, dtype=torch.float64, device="cpu"))
     torch.compiler.reset()
     for expected, got in zip(quantized_update(*args), compiled_update(*args), strict=True):
         if got.dtype == torch.float32:

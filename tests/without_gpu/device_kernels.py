@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for the kernels that Inductor writes: CUDA's library of functions.
+"""What Triton's interpreter lacks for the kernels that Inductor writes: CUDA's library of functions, and pace.
 
 With TRITON_INTERPRET=1 Inductor gives its kernels to Triton's interpreter, which computes them by NumPy where
 their tensors are; on the device of `device.c` it finds them in the host's memory. So Inductor's lowering has
@@ -17,7 +17,8 @@ import torch
 import triton.language as tl
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.language.extra import libdevice
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, ReduceOps, TensorHandle
 
 # By the library's name; others have PyTorch's.
 BY_TORCH = {"fmod": torch.fmod, "ilogb": lambda x: torch.frexp(x).exponent - 1, "ldexp": torch.ldexp,
@@ -41,8 +42,44 @@ for name in [name for name in vars(libdevice) if not name.startswith("_")]:
     setattr(libdevice, name, functools.partial(by_torch, name))
 
 
-def typed(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any) -> Any:
-    """The kernel's arguments and its grid, each float of the type that the kernel is compiled for, not a literal."""
+def reduced(operation: ReduceOps, given: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """A reduction by halves, as on a GPU: the interpreter's own goes from element to element."""
+    given, axis = operation.unravel(given, operation.axis)
+    dtypes, parts = [t.dtype for t in given], [np.moveaxis(t.handle.data, axis, 0) for t in given]
+    while (half := len(parts[0]) // 2):
+        made = operation.combine_fn.fn(*(operation.to_tensor(part[at], dtype) for at in (slice(half), slice(half, None))
+                                         for part, dtype in zip(parts, dtypes)))
+        parts = [t.handle.data for t in (made if isinstance(made, tuple) else (made,))]
+    if not operation.keep_dims:
+        return [operation.to_tensor(part[0], dtype) for part, dtype in zip(parts, dtypes)]
+    assert operation.axis is not None
+    return [operation.to_tensor(np.moveaxis(part, 0, axis), dtype) for part, dtype in zip(parts, dtypes)]
+
+
+ReduceOps.generic_reduce = reduced
+_replaced: set[int] = set()
+
+
+def called(function: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+    """A device function. For each call the interpreter would replace the whole language anew, as it is by then."""
+    if id(function.fn.__globals__) not in _replaced:
+        _replaced.add(id(function.fn.__globals__))
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+InterpretedFunction.__call__ = called
+
+
+BLOCK = 1 << 16  # elements: the larger the blocks, the fewer of them go through Python
+
+
+def prepared(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any) -> Any:
+    """The kernel's arguments and its grid, of large blocks, and each float of the type that the kernel is compiled
+    for, where the interpreter would take it for a literal."""
+    if list(config.kwargs) in (["XBLOCK"], ["XBLOCK", "R0_BLOCK"]):
+        each = math.prod(size for name, size in kernel.size_hints.items() if name != "x")
+        config.kwargs["XBLOCK"] = max(config.kwargs["XBLOCK"], min(kernel.size_hints["x"], BLOCK // each))
     args, grid = grid_of(kernel, args, config)
     declared = [kind for name, kind in kernel.triton_meta["signature"].items() if name not in config.kwargs]
     kinds = {"fp64": (tl.float64, np.float64), "fp32": (tl.float32, np.float32)}
@@ -51,4 +88,12 @@ def typed(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any) ->
 
 
 CachingAutotuner._interpret_args_grid = (
-    lambda kernel, args, config, grid_of=CachingAutotuner._interpret_args_grid: typed(grid_of, kernel, args, config))
+    lambda kernel, args, config, grid_of=CachingAutotuner._interpret_args_grid: prepared(grid_of, kernel, args, config))
+
+
+def language(tensor: Any, scope: Any, replace: Callable[..., None] = interpreter._patch_lang_tensor) -> None:
+    replace(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # NumPy makes no number of `[3]` any more
+
+
+interpreter._patch_lang_tensor = language

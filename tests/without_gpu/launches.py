@@ -86,9 +86,9 @@ def main() -> None:
             "one big graph": compiled(given.layers, args, pieces=False)}
     for name in ("mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm"):
         setattr(extern_kernels, name, left_out(getattr(extern_kernels, name)))
-    for kernel in (operators.efficient, operators.efficient_backward, operators.flash, operators.flash_backward):
-        operators.attend(kernel, left_out(kernel))
-    for calls in operators.graphs.values():
+    for kernel in (device_operators.efficient, device_operators.efficient_backward, device_operators.flash, device_operators.flash_backward):
+        device_operators.attend(kernel, left_out(kernel))
+    for calls in device_operators.graphs.values():
         calls.clear()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     global library_seconds

@@ -5,9 +5,9 @@
 
 The device of `device.c` has memory, and `device_operators` computes on it with the CPU's kernels. So capture, passes,
 numbers of the eager lowering, what PyTorch's CUDA allocator counts, and Inductor's code up to compiled Triton
-kernels are as on a GPU. Not so: numbers of Inductor's lowering (its kernels do nothing, and losses stay zero),
-workspace of cuBLAS and cuDNN, times, streams that overlap. It found what no run on a CPU could; it is no
-measurement of a GPU.
+kernels are as on a GPU. Not so: numbers of Inductor's lowering (its kernels do nothing, and losses stay zero;
+with TRITON_INTERPRET=1 they are interpreted in place of compiled, slowly, and have true numbers), workspace of cuBLAS
+and cuDNN, times, streams that overlap. It found what no run on a CPU could; it is no measurement of a GPU.
 
 Needs Linux, gcc, binutils, a build of torch for CUDA (2.11 has been tried), and a CUDA toolkit's headers in
 `CUDA_HOME`.
