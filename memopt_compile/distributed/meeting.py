@@ -48,11 +48,13 @@ def come_together(what: str, mesh: Any, where: str, which: str = "") -> None:
 def _exchanged(buffers: list[Tensor], mine: list[int], mesh: Any) -> list[int]:
     """What all ranks of the mesh give, in its order. `buffers` are for what is gathered along its dimensions,
     from the last on."""
+    # One call under two names: torch 2.13 warns of the older one, which is all that 2.11 has.
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     for place, value in enumerate(mine):
         buffers[0][place] = value
     for dim, (some, more) in zip(reversed(range(mesh.ndim)), itertools.pairwise(buffers)):
         with compat_trace.dispatched_by_cpp():
-            torch.distributed.all_gather_into_tensor(more, some, group=mesh.get_group(dim))
+            gather(more, some, group=mesh.get_group(dim))
     return buffers[-1].tolist()
 
 
