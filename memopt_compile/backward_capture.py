@@ -28,6 +28,10 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None,
                     retain_graph: Any = None, create_graph: Any = None, inputs: Any = None) -> Any:
+    if hasattr(compat.fake_value(self), "placements"):
+        compat_breaks.break_graph(
+            "backward() of a DTensor", "as a loss is that is computed from what model.parameters() has of parameters that "
+            "ranks share: this rank's rows", "read them from their modules, which gather them: layer.weight")
     if inputs is None:
         known = compat.tensor_variables(tx.output)
         leaves = _leaves(compat.fake_value(self))

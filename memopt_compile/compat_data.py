@@ -18,6 +18,7 @@ from .compat_dynamo import IN_PLACE
 
 _SET = torch._C._set_grad_enabled
 _DATA = torch._C._autograd._get_data_attr
+_SAME_MEMORY = {("call_method", name) for name in ("detach", "view", "t")}
 
 
 def without_grad(graph: fx.Graph) -> None:
@@ -33,6 +34,22 @@ def without_grad(graph: fx.Graph) -> None:
 def write_that_is_followed(graph: fx.Graph) -> fx.Node | None:
     """The first operator that changes a tensor while autograd follows it."""
     return next((node for node, written in _writes(graph) if _followed(written)), None)
+
+
+def write_of_gathered(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
+    """The first operator that changes what a shared parameter was gathered to, and the parameter."""
+    for node in graph.nodes:
+        place = _written(node)
+        value = node.args[place] if place is not None and place < len(node.args) else None
+        while isinstance(value, fx.Node) and (value.target is _DATA or (value.op, value.target) in _SAME_MEMORY):
+            value = value.args[0]
+        if _is_method(value, "to_local") and _is_method(value.args[0], "redistribute"):
+            return node, value.args[0].args[0]
+    return None
+
+
+def _is_method(value: object, name: str) -> bool:
+    return isinstance(value, fx.Node) and (value.op, value.target) == ("call_method", name)
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

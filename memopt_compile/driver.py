@@ -91,6 +91,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
+    zero.check_writes(gm, _quoted)
     if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
         _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):
@@ -277,7 +278,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         return _in_eager(gm, record, notes, why, remedy, line)
     if record.options.partition_activations:
         run = tensor_parallel.comparing(run, record.step, origin, notes.where)
-    run = zero.together_with_others(run, storages, wholes, notes.where) if storages else run
+    run = zero.together_with_others(run, storages, wholes, record) if storages else run
     if record.options.verify:
         run = verifying(run, gm, record)
     stale = [i for i, (label, _, _) in enumerate(origin)

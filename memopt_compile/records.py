@@ -45,7 +45,8 @@ class Compilation:
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
     `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more;
     `replayed` is the program as `options.cuda_graphs` has it run;
-    `arena` is the memory that `options.arena` asks for, one for all steps of a model.
+    `arena` is the memory that `options.arena` asks for, one for all steps of a model; `collectives` are those
+    that all ranks have to make in the step, in their order.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Compilation:
     heads: Heads = field(default_factory=dict, repr=False)
     replayed: Replayed | None = None
     arena: Buffer = field(default_factory=Buffer, repr=False)
+    collectives: str = field(default="", repr=False)
 
     def observe(self, name: str, step: StepGraph) -> None:
         """Keep and show the graph as it is now, where someone asked to see it.

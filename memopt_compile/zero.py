@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, compat_trace
-from .distributed import agreement
+from . import compat, compat_data, compat_trace
+from .distributed import agreement, meeting
 from .distributed.lost import naming_the_lost
+from .distributed.reading import lost
 from .distributed.storage import Kept, Storage, note, refresh, storage_of
 from .errors import MemoptError, OptionError, RankError
 from .options import Options
@@ -57,6 +59,18 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
                 where=f"{where}, zero={stage}",
                 do=f'compile the step with options={{"zero": {storage.stage}}}')
     return storages
+
+
+def check_writes(gm: fx.GraphModule, quoted: Callable[[fx.Node], str]) -> None:
+    """Refuse a step that writes into what a module gives out for a parameter that ranks share.
+
+    Raises:
+        OptionError: it does, in the line that `quoted` gives.
+    """
+    if (found := compat_data.write_of_gathered(gm.graph)) is not None:
+        written, parameter = found
+        storage = storage_of(parameter.meta.get("example_value"))
+        raise lost(storage.name if storage else "", quoted(written))
 
 
 def add_wholes(step: StepGraph, origin: Origin) -> list[Storage]:
@@ -111,7 +125,8 @@ def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, fram
     known = _agreed.setdefault(frame, {}).setdefault(repr(record.options), [])
 
     def compare(lines: list[str]) -> None:
-        with compat_trace.real_tensors():  # torch is tracing
+        with compat_trace.real_tensors(), naming_the_lost(mesh, record.where):  # torch is tracing
+            meeting.come_together(f"compiles the step {record.where}", mesh, record.where, "compiles")
             agreement.compare(lines, mesh, "the collectives of the step", record.where,
                               "compile the same step, with the same options, on every rank")
 
@@ -122,6 +137,7 @@ def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, fram
             compare([f"none: {error.what}"])
         raise
     lines = agreement.sequence(record.step.graph, mesh)
+    record.collectives = "\n".join(lines)
     if lines not in known:
         compare(lines)
         known.append(lines)
@@ -140,14 +156,17 @@ def with_wholes(run: Callable[[list], Any], storages: list[Storage]) -> Callable
 
 
 def together_with_others(run: Callable, storages: list[Storage], wholes: list[Storage],
-                         where: str) -> Callable:
+                         record: Compilation) -> Callable:
     """`run`, the step as it is called, with whole parameters that agree with the rows of all ranks, and
-    an error that names the rank that is gone if one is."""
+    an error if another rank is about to do something else, or is gone: it names that rank."""
+    mesh, where = storages[0].all_ranks, record.where
 
     def run_in_agreement(*inputs: Any) -> Any:
-        refresh(wholes)
-        results = run(*inputs)
+        with naming_the_lost(mesh, where):
+            meeting.come_together(f"runs the step {where}", mesh, where, f"runs {record.collectives}")
+            refresh(wholes)
+            results = run(*inputs)
         note(wholes)
         return results
 
-    return naming_the_lost(run_in_agreement, storages[0].all_ranks, where)
+    return run_in_agreement

@@ -8,8 +8,9 @@ this rank's own, and goes on as it is.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,24 +21,21 @@ from ..errors import RankError
 PATIENCE_SECONDS = 5.0
 
 
-def naming_the_lost(run: Callable[..., Any], mesh: Any, where: str) -> Callable[..., Any]:
-    """`run`, a step of all ranks of `mesh`, with a `RankError` where another rank is gone."""
-
-    def run_with_others(*inputs: Any) -> Any:
-        try:
-            return run(*inputs)
-        except RuntimeError as error:
-            if not _of_transport(error):
-                raise
-            silent = _silent(mesh)
-            who = ("the rank that kept the group's store is gone" if silent is None else
-                   f"rank {', '.join(map(str, silent))} of {mesh.size()} has ended, or waits for one that has"
-                   if silent else "every rank has lost its connections")
-            raise RankError(f"{who}: {str(error).splitlines()[0]}", where=where,
-                            do="see what that rank said last; torchrun ends all and names the first that "
-                            "ended") from error
-
-    return run_with_others
+@contextlib.contextmanager
+def naming_the_lost(mesh: Any, where: str) -> Iterator[None]:
+    """A scope in which ranks of `mesh` talk: with a `RankError` where another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _of_transport(error):
+            raise
+        silent = _silent(mesh)
+        who = ("the rank that kept the group's store is gone" if silent is None else
+               f"rank {', '.join(map(str, silent))} of {mesh.size()} has ended, or waits for one that has"
+               if silent else "every rank has lost its connections")
+        raise RankError(f"{who}: {str(error).splitlines()[0]}", where=where,
+                        do="see what that rank said last; torchrun ends all and names the first that "
+                        "ended") from error
 
 
 def _of_transport(error: RuntimeError) -> bool:

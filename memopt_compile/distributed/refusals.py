@@ -15,6 +15,7 @@ from ..optim.base import Optimizer
 from ..optim.factors import FactoredOptimizer
 from ..quantization.parameters import LowPrecisionTensor
 from . import agreement
+from .lost import naming_the_lost
 from .storage import storage_of
 
 # No element of these updates depends on another one: a part of the rows gets what it would in the whole.
@@ -41,7 +42,8 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
         _check_parameters(model, opt, mesh)
     except OptionError as error:
         refused = error
-    others = agreement.exchange(refused and refused.what, mesh)
+    with naming_the_lost(mesh, WHERE):
+        others = agreement.exchange(refused and refused.what, mesh)
     if refused is not None:
         raise refused
     for rank, what in enumerate(others):
@@ -134,6 +136,10 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
         if isinstance(module, nn.RNNBase):
             raise _refusal(f"{path} ({type(module).__name__}) keeps its parameters in a list of its "
                            "own", "shard the other modules: call shard_ on each of them")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise _refusal(f"{path} ({type(module).__name__}) has max_norm, by which it writes into its weight when "
+                           "it reads it", "leave max_norm out, and write the rows that are too long yourself "
+                           "behind the step: weight.copy_(..) of the one among model.parameters()")
         on_meta = any(t is not None and t.is_meta
                       for t in (*module._parameters.values(), *module._buffers.values()))
         if on_meta and not hasattr(module, "reset_parameters"):

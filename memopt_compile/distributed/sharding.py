@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import replaced
@@ -36,6 +35,7 @@ from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import from_bytes
 from . import low_precision, whole_checkpoints
 from .first_values import become_the_first, materialize, of_the_first
+from .reading import reading
 from .refusals import check
 from .storage import Storage, remember, storage_of, window
 
@@ -62,7 +62,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     """
     check(model, opt, mesh, stage)
     shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
-    reading = functools.cache(functools.partial(_reading, replicas=replicas))
+    class_of = functools.cache(functools.partial(reading, replicas=replicas))
     if isinstance(opt, Optimizer):
         opt.shards = Rows(shard)
     else:
@@ -82,6 +82,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
             if p not in made and not p.requires_grad and stage < 3:  # frozen: every rank keeps all of it
                 become_the_first(here, shard, replicas)
                 made[p] = here
+                replaced.note(here, full_name, replaced.FROZEN)
             elif p not in made:
                 made[p] = _sharded(here.detach(), p.requires_grad, full_name, shard, replicas, mesh, stage)
             if made[p] is not p:
@@ -91,7 +92,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
             if storage_of(made[p]) is not None:
                 names.append(name)
         if names:
-            module.__class__ = reading(type(module), tuple(names))
+            module.__class__ = class_of(type(module), tuple(names))
             module.register_load_state_dict_pre_hook(whole_checkpoints.into_model)
         if any(isinstance(p, LowPrecisionTensor) for p in given.values()):
             module.register_state_dict_post_hook(low_precision.saved)
@@ -155,28 +156,3 @@ def _rows_of_state(opt: Optimizer, p: Tensor, new: nn.Parameter, group: Any) -> 
     if CORRECTION in whole:
         whole[CORRECTION] = from_bytes(whole[CORRECTION])
     return compressed(whole, opt.formats(new.to_local(), group))
-
-
-def _reading(kind: type[nn.Module], names: tuple[str, ...], replicas: Any) -> type[nn.Module]:
-    """A subclass of a module's class that gathers these parameters when they are read."""
-    return type(kind.__name__, (kind,), {
-        **{name: property(_reader(name, replicas)) for name in names},
-        "__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
-    def whole(module: nn.Module) -> Tensor:
-        sharded = module._parameters[name]
-        return sharded.redistribute(placements=[Replicate()]).to_local(
-            grad_placements=[Partial("avg")])
-
-    def whole_of_replicas(module: nn.Module) -> Tensor:
-        sharded = module._parameters[name]
-        rows = DTensor.from_local(sharded.to_local(), replicas, [Replicate()], run_check=False).to_local(
-            grad_placements=[Partial("avg")])  # of gradients that have been scattered
-        return DTensor.from_local(
-            rows, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
-            stride=sharded.stride()).redistribute(placements=[Replicate()]).to_local(
-                grad_placements=[Partial("avg")])
-
-    return whole if replicas is None else whole_of_replicas

@@ -83,8 +83,8 @@ class AdamA(Accumulating, AdamW):
     def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""
         self.refuse_scaler()
-        self.accumulate()
         if self.ranks > 1:
+            self.accumulate()
             data_parallel.reduce_states(self)
         super()._step()
 

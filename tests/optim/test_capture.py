@@ -118,7 +118,7 @@ def test_float32_with_momentum_that_changes():
     in_one_graph(build, torch.float32, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["SGD dampened", "CAME"])
+@pytest.mark.parametrize("name", ["SGD dampened", "CAME", "AdamA"])
 def test_not_finite_gradients_are_skipped(name):
     def build():
         model = network()

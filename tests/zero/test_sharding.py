@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import cases
 import pytest
 import torch
@@ -64,6 +66,8 @@ def refusals(rank, ranks):
             lambda: shard(Masked())),
         "leaves weight of the meta device without values": says(
             lambda: shard(Masked(sets=("mask", "steps")))),
+        "(Embedding) has max_norm, by which it writes into its weight": says(
+            lambda: shard(nn.Embedding(4, 4, max_norm=1.0))),
         ("weight has a gradient\n" if rank else "rank 1 is refused: weight has a gradient\n"): says(
             lambda: shard(with_gradient(rank == 1))),
         "parameters or settings of rank 1 are not those of rank 0": says(
@@ -122,8 +126,55 @@ def wrong_steps(rank, ranks):
             rank, ranks, 3, memory_budget=1 if rank else "1GiB")[-1](*batch)),
         "SGD has 2 parameters (1.weight, 1.bias ..) that memopt.shard_, which was given another": second_optimizer(
             rank, ranks, False, lambda step: memopt.compile(step, zero=2, lowering="eager")),
+        **alone(rank, ranks, batch),
+        "0.weight is shared by ranks, and what a module gives out is gathered": says(lambda: writing_into_a_read(
+            rank, ranks, lambda step: step)),
+        "`model[0].weight.clamp_(-1, 1)  # of what": says(lambda: writing_into_a_read(
+            rank, ranks, lambda step: memopt.compile(step, zero=3, lowering="eager"))),
+        "AdamW has 2 parameters (0.weight, 0.bias ..) that were frozen when": thawed(rank, ranks, batch),
         "  where: optimizer.step()": second_optimizer(rank, ranks, False, lambda step: step),
     }
+
+
+def alone(rank, ranks, batch):
+    """One rank evaluates, or calls a step that is another one, while the other goes on."""
+    model, opt, _, _ = compiled(rank, ranks, 2)
+
+    def step(x, y, last):
+        nn.functional.cross_entropy(model(x), y).backward()
+        if last:
+            opt.step()
+            opt.zero_grad()
+
+    run = memopt.compile(step, zero=2, lowering="eager")
+    run(*batch, True)
+    return {
+        "rank 0 reads 0.weight; rank 1 runs the step": says(lambda: run(*batch, True) if rank else model(batch[0])),
+        "rank 0 runs the step test_sharding.py": says(lambda: run(*batch, rank == 0))}
+
+
+def writing_into_a_read(rank, ranks, run):
+    model, *_ = compiled(rank, ranks, 3)
+
+    def step(x):
+        with torch.no_grad():
+            model[0].weight.clamp_(-1, 1)  # of what was gathered
+            return model(x)
+
+    run(step)(torch.ones(2, 6, dtype=DOUBLE))
+
+
+def thawed(rank, ranks, batch):
+    """A layer that was frozen when ranks shared the others is trained, in eager."""
+    model = cases.made(cases.even, DOUBLE)
+    frozen = model[0].requires_grad_(False)
+    opt = cases.adamw(model)
+    opt.add_param_group({"params": list(frozen.parameters())})
+    memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=1)
+    step = cases.step_of(model, opt)
+    step(*batch)
+    frozen.requires_grad_(True)
+    return says(lambda: step(*batch))
 
 
 def second_optimizer(rank, ranks, shared, run=None):
@@ -159,8 +210,13 @@ def in_turn(rank, ranks):
     for batch in rest:
         run(*batch)
     step(*last)
+    copied = copy.deepcopy(model)  # as for a mean of its weights
     with torch.no_grad():
-        seen = model(torch.ones(2, 6, dtype=DOUBLE))
+        for mean, p in zip(copied.parameters(), model.parameters()):
+            mean.lerp_(p, 0.5)
+        seen, again = (each(torch.ones(2, 6, dtype=DOUBLE)) for each in (model, copied))
+        next(copied.parameters()).zero_()
+    assert torch.equal(seen, again)
     return {"parameters": cases.whole(model), "seen": seen, "names": list(model.state_dict()),
             "sharded": all(isinstance(p, DTensor) for p in model.state_dict().values())}
 
