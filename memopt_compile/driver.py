@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +90,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
-    if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
+    if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):
         _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
@@ -111,7 +110,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
-        _stepped.add(notes.step)
+        telling.stepped.add(notes.step)
     return reading(run) if reading else run
 
 
@@ -127,9 +126,6 @@ def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable
         if not compat_breaks.demands_one_graph(notes.trace):
             notes.read_at_once(error)
         return None
-
-
-_stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
 
 
 def _lowering(wanted: str, device: torch.device) -> str:
@@ -164,7 +160,7 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
 
 def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None:
     """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
-    if notes.reason and (notes.backwards or notes.left or notes.step not in _stepped):
+    if notes.reason and (notes.backwards or notes.left or notes.step not in telling.stepped):
         opts = Options.from_dict(options)
         remember(notes.frame, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
                                           reason=notes.reason))

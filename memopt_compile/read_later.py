@@ -21,14 +21,18 @@ class Needed(Exception):
 
 
 def waits(tx: Any, tensor: Any, notes: Any) -> bool:
-    """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end: lists
-    that grow there and the like are then no part of it."""
+    """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end too, if
+    what is done with the number cannot be traced."""
     value = compat.fake_value(tensor)
     ended = notes.backwards and notes.updates and not any(
         compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
     leaks = getattr(value, "grad_fn", None) is not None and not compat_dynamo.used_up(tx.output, value)
-    if not notes.reads_later or ended and not leaks or value.dtype is torch.bool or value.is_complex():
+    if not notes.reads_later or value.dtype is torch.bool or value.is_complex():
         return False
+    if ended and not leaks:
+        if not notes.reads_behind_later:
+            return False
+        notes.reads_behind += 1
     notes.reads += 1
     return True
 
