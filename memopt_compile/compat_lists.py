@@ -1,7 +1,7 @@
-"""Lists of the user's that a step only appends to (``losses.append(loss.item())``).
+"""Lists of the user's that a step only adds to (``losses.append(loss.item())``).
 
 Dynamo takes a list for all of its items, and guards how many they are: such a step would be traced again at every
-call. Here a list is unread at first, and knows what is appended. Whoever asks for its items makes it Dynamo's own, with
+call. Here a list is unread at first, and knows what is added. Whoever asks for its items makes it Dynamo's own, with
 its guards. One that is still unread at the end is extended by what it got.
 
 A deque is the same. What else Dynamo does with one that has a `maxlen` is put right too: it forgets the `maxlen`, and
@@ -18,7 +18,7 @@ from unittest import mock
 from torch._dynamo.bytecode_transformation import create_call_method, create_instruction
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import DequeVariable, ListVariable
 
@@ -41,10 +41,17 @@ class _Unread:
         return self.items
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
-        if name != "append" or len(args) != 1 or kwargs:
+        if name not in ("append", "extend") or len(args) != 1 or kwargs:
             return super().call_method(tx, name, args, kwargs)
+        added = [args[0]]
+        if name == "extend":
+            fresh = ListVariable([], mutation_type=ValueMutationNew())
+            fresh.call_method(tx, "extend", args, {})  # where that is the list itself, it is whole from here on
+            added = fresh.items
+        if not isinstance(self, _Unread):
+            return self.call_method(tx, name, [fresh], {})
         tx.output.side_effects.mutation(self)
-        self.added.append(args[0])
+        self.added.extend(added)
         return ConstantVariable.create(None)
 
     def clone(self, **kwargs: Any) -> Any:

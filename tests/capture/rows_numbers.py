@@ -94,7 +94,7 @@ def lists_that_grow() -> Loop:
         losses.append(loss.detach())
         for p in model.parameters():
             history["norm"].append(p.grad.norm().item())
-        history["loss"].append((len(x), loss.item()))
+        history["loss"] += [len(x), loss.item()]
 
     return loop(model, opt, step, wrap=lambda step, compile: _then(compile(step), lambda: [
         list(losses), dict(history), list(last), last.maxlen]))
