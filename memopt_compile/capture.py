@@ -151,6 +151,8 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
 
 def _traced_step(self: Any, tx: Any) -> Any:
     optimizer = self.value
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # never initialized, as of many a Lookahead: a plain method
+        return compat.UserMethodVariable(type(optimizer).step, self)
     if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
         compat_breaks.break_graph(
             f"{type(optimizer).__name__}.step cannot be captured",

@@ -105,11 +105,12 @@ def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
 
 def _itself(leaf: Any, result: Any) -> Any:
     """What an operation in place on a parameter returns: the parameter. Dynamo makes another value of it,
-    and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently."""
+    and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
+    what becomes a leaf: ``d = torch.empty_like(x).uniform_().requires_grad_()`` would have no `d.grad`."""
     leaf = leaf and leaf.realize()
-    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable) and leaf.source:
+    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable):
         value = fake_value(leaf)
-        if value is fake_value(result) and value.is_leaf and value.requires_grad:
+        if value is fake_value(result) and value.is_leaf and value.requires_grad == bool(leaf.source):
             return leaf
     return result
 
@@ -124,6 +125,15 @@ def _is_there(tensor: Any, name: Any, value: Any) -> bool:
     old, new = (fake_value(each) for each in (tensor, value))
     return old.untyped_storage()._cdata == new.untyped_storage()._cdata and all(
         getattr(old, part)() == getattr(new, part)() for part in ("size", "stride", "storage_offset"))
+
+
+def _tracked(original: Callable, self: Any, value: Any) -> Any:
+    """`VariableBuilder._wrap`, with an optimizer as an object that may change: Dynamo forgets what is written to one
+    (``self.steps += 1``), without a word."""
+    result = original(self, value)
+    if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
+        return self.tx.output.side_effects.track_object_existing(value, result)
+    return result
 
 
 def _asks_for_gradients(tensor: Any, name: Any, value: Any) -> bool:
@@ -334,6 +344,7 @@ def tracing_scope(
         replaced(output_graph.OutputGraph, "remove_tensorify_specialized_graphargs",
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+        replaced(VariableBuilder, "_wrap", _tracked),
         replaced(VariableBuilder, "wrap_listlike", compat_lists.wrap),
         replaced(SideEffects, "codegen_update_mutated", compat_lists.write_back),
         replaced(UserFunctionVariable, "call_function", call_function),

@@ -84,6 +84,57 @@ def optimizer_with_an_update_of_its_own() -> Loop:
     return plain(model, Halving(model.parameters(), 0.02))
 
 
+class _Lookahead(torch.optim.Optimizer):
+    """As it is found in the wild: not initialized, and with a counter that decides."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self):
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+@row
+def lookahead() -> Loop:
+    model = mlp()
+    opt = _Lookahead(adamw(model))
+    result = plain(model, opt)
+    result.optimizers = [opt.inner]
+    return result
+
+
+@row
+def optimizer_that_counts() -> Loop:
+    """What it writes to itself stays, and decides in a later call."""
+    class Resting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if self.steps % 3:
+                super().step(closure)
+
+    model = mlp()
+    opt = Resting(model.parameters(), 0.1)
+    return plain(model, opt, wrap=lambda step, compile: _then(compile(step), lambda: opt.steps))
+
+
+def _then(step, answer):
+    def both(*args):
+        return step(*args), answer()
+
+    return both
+
+
 @row
 def batch_from_an_iterator() -> Loop:
     """The graph ends at `next`, before the step has begun."""
