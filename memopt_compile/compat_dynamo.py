@@ -110,7 +110,8 @@ def _itself(leaf: Any, result: Any) -> Any:
     leaf = leaf and leaf.realize()
     if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable):
         value = fake_value(leaf)
-        if value is fake_value(result) and value.is_leaf and value.requires_grad == bool(leaf.source):
+        if value is fake_value(result) and (leaf.source or not value._is_view()) and value.is_leaf and (
+                value.requires_grad == bool(leaf.source)):
             return leaf
     return result
 

@@ -66,7 +66,9 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
         if mode is not None:
             raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
                               do="leave it out: memopt's settings are in options={...}")
-        return _compile(gm, example_inputs, opts)
+        numbers = read_later.made_of_given(gm)
+        run = _compile(gm, example_inputs, opts)
+        return read_later.with_numbers(run, numbers) if numbers else run
     except MemoptError as error:
         return _raiser(error)
 

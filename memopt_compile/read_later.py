@@ -16,6 +16,9 @@ from torch import Tensor, fx
 from . import compat, compat_breaks, compat_dynamo
 
 
+EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
+
+
 class Needed(Exception):
     """A tensor is computed from a number that is read off another."""
 
@@ -35,6 +38,31 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
         notes.reads_behind += 1
     notes.reads += 1
     return True
+
+
+def made_of_given(gm: fx.GraphModule) -> list[int]:
+    """Which results Python computes from numbers of the user's alone (``group["lr"] *= 0.9``). Capture has made tensors
+    of these, and what the user gets has to be a number again."""
+    made: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        computed = node.op == "call_function" and (
+            getattr(node.target, "__module__", "") in ("_operator", "math") or node.target in EXTREMES)
+        if _is_given(node) or computed and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    results = gm.graph.output_node().args[0]
+    return [i for i, value in enumerate(results) if value in made and value.op != "placeholder" and isinstance(
+        value.meta.get("example_value"), Tensor)]
+
+
+def with_numbers(run: Callable, places: Sequence[int]) -> Callable:
+    """`run` with numbers for its results at `places`."""
+    def run_with_numbers(*args: Any) -> list[Any]:
+        values = list(run(*args))
+        for i in places:
+            values[i] = values[i].item()
+        return values
+
+    return run_with_numbers
 
 
 def take_out(gm: fx.GraphModule) -> Callable[[Callable], Callable] | None:

@@ -113,6 +113,26 @@ def lookahead() -> Loop:
 
 
 @row
+def groups_changed_by_the_step() -> Loop:
+    """Their numbers stay numbers."""
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for group in opt.param_groups:
+            group["lr"] *= 0.9
+            group["lr_next"] = max(0.5 * group["lr"], 0.01)
+        return loss
+
+    return loop(model, opt, step, wrap=lambda step, compile: _then(
+        compile(step), lambda: [(type(v).__name__, v) for k, v in opt.param_groups[0].items() if "lr" in k]))
+
+
+@row
 def optimizer_that_counts() -> Loop:
     """What it writes to itself stays, and decides in a later call."""
     class Resting(torch.optim.SGD):
