@@ -79,16 +79,21 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         scope = wrap(*backend_of(self), self, frame)
         if scope is None:  # For this call: others may want to compile the same code.
             return ConvertFrameReturn(apply_to_code=False)
-        try:
+        if self._one_graph or isinstance(scope, contextlib.nullcontext):
             with scope:
                 return original(self, frame, *args, **kwargs)
-        except (UserError, GuardOnDataDependentSymNode) as error:
-            # Where a function called by the frame asks for such a size, Dynamo finds no way out.
-            theirs = self._one_graph or isinstance(scope, contextlib.nullcontext)
-            if theirs or "data-dependent expression" not in str(error):
-                raise
-        with wrap(*backend_of(self), self, frame), dynamo_config.patch(capture_dynamic_output_shape_ops=False):
-            return original(self, frame, *args, **kwargs)
+        # Where a function called by the frame asks for a number or a size that only the data tell (``names[i.item()]``),
+        # Dynamo finds no way out. First numbers behind the step are not followed, then none, and no such size.
+        for behind, other in ((True, True), (False, True), (False, False)):
+            with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
+                notes.reads_behind_later, notes.reads_later = behind, other
+                try:
+                    return original(self, frame, *args, **kwargs)
+                except (UserError, GuardOnDataDependentSymNode) as error:
+                    if not other or "data-dependent expression" not in str(error):
+                        raise
+            scope = wrap(*backend_of(self), self, frame)
+        raise AssertionError("the last one returns or raises")
 
     convert_frame.ConvertFrameAssert.__call__ = convert
 

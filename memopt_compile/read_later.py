@@ -15,7 +15,6 @@ from torch import Tensor, fx
 
 from . import compat, compat_breaks, compat_dynamo
 
-
 EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
 
 
