@@ -81,7 +81,9 @@ class Notes:
     loops: list[loop_capture.Loop] = field(default_factory=list)
     unroll: bool = False
     reads: int = 0  # numbers read off tensors
+    reads_behind: int = 0  # of these, behind the last update
     reads_later: bool = True
+    reads_behind_later: bool = True
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     eager: bool = False  # lowering="eager"
@@ -99,9 +101,12 @@ class Notes:
         compat_breaks.restart(self.trace, str(why))
 
     def read_at_once(self, why: object) -> NoReturn:
-        """Have Dynamo trace the frame anew, and end its graph where a number is read off a tensor."""
+        """Have Dynamo trace the frame anew, and end its graph where a number is read off a tensor: first behind the step."""
         log.info("%s: numbers are read where they stand: %s", self.where, why)
-        self.reads_later = False
+        if self.reads_behind:
+            self.reads_behind_later = False
+        else:
+            self.reads_later = False
         compat_breaks.restart(self.trace, str(why))
 
     def leave(self, why: str) -> NoReturn:
@@ -122,7 +127,7 @@ def _notes_of(tx: Any) -> Notes:
     """The same, counting afresh each time that Dynamo begins the frame again."""
     if _notes.trace is not tx.output:
         _notes.trace, _notes.backwards, _notes.updates = tx.output, 0, 0
-        _notes.optimizers, _notes.loops, _notes.reads = [], [], 0
+        _notes.optimizers, _notes.loops, _notes.reads, _notes.reads_behind = [], [], 0, 0
     return _notes
 
 
@@ -146,6 +151,8 @@ def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any
 
 def _traced_step(self: Any, tx: Any) -> Any:
     optimizer = self.value
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # never initialized, as of many a Lookahead: a plain method
+        return compat.UserMethodVariable(type(optimizer).step, self)
     if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
         compat_breaks.break_graph(
             f"{type(optimizer).__name__}.step cannot be captured",
@@ -273,18 +280,10 @@ def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: 
 
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
-    """Tell where a step stops being one graph. After the optimizer has run
-    (a ``loss.item()`` to return, say) the step is whole already, and before the forward it is not begun."""
-    error = exc if exc is not None else kwargs.get("exc")
     counted = _notes_of(self)
-    if counted.reads and not (counted.backwards and counted.updates):
-        counted.read_at_once("the graph ends before the step does")
-    begun, to_come = compat_breaks.is_differentiated(self.output), compat_breaks.is_ahead(self.output, "backward")
-    if begun and to_come and not counted.backwards if counted.resumed else (
-            not (counted.backwards and counted.updates) and (begun or not to_come)):
-        telling.tell_of_break(_notes, error)
-    elif to_come and not begun:
-        telling.put_off(_notes, error)
+    if counted.reads_behind or counted.reads and not (counted.backwards and counted.updates):
+        counted.read_at_once("the graph ends")
+    telling.tell_where_it_ends(counted, self.output, exc if exc is not None else kwargs.get("exc"))
     return original(self, code_options, reason, exc, **kwargs)
 
 

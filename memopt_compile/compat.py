@@ -31,6 +31,7 @@ from torch.nn.modules.transformer import _detect_is_causal_mask as detect_is_cau
 from torch.optim._adafactor import _single_tensor_adafactor as single_tensor_adafactor
 from torch.optim.adam import _single_tensor_adam as single_tensor_adam
 from torch.optim.asgd import _single_tensor_asgd as single_tensor_asgd
+from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.optim.radam import _single_tensor_radam as single_tensor_radam
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -43,6 +44,10 @@ __all__ = [
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
     "source_name", "tensor_variables", "tracing",
 ]
+
+
+# Around the update of every optimizer of torch's.
+UPDATE_WRAPPER = _use_grad_for_differentiable(lambda self: None).__code__
 
 
 def source_name(source: Any) -> str:

@@ -100,6 +100,14 @@ def break_reason(error: Any) -> tuple[str, str]:
             "give it output_size=" if "repeat_interleave" in str(error) else WITHOUT_SIZES)
     if "Could not guard on data-dependent expression" in str(error) or str(error).startswith("Data-dependent branching"):
         return "what the step does next depends on the data, or on a size that only these tell", WITHOUT_SIZES
+    if raised := re.search(r"Observed exception.*raised exception (.+?)$", str(error), re.DOTALL | re.MULTILINE):
+        return (f"the trace comes to an error, {raised[1].strip()}",
+                "see whether eager raises it too; if not, take that line out of the step")
+    if str(error).startswith("Module-level backwards hooks"):
+        return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
+    if "requires_grad" in str(error).split("\n")[0]:
+        return ("the step changes whether a tensor of its caller needs a gradient",
+                "set that outside of the step, or name what is differentiated: backward(inputs=[...])")
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     explanation = [li.removeprefix("Explanation: ") for li in lines if li.startswith("Explanation: ")]
     hints = [li.removeprefix("Hint: ") for li in lines if li.startswith("Hint: ")]

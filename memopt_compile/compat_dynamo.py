@@ -17,6 +17,7 @@ from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.exc import UserError
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -37,6 +38,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
+from . import compat_lists, compat_numbers
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -50,21 +52,6 @@ IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itru
                       operator.ixor, operator.ilshift, operator.irshift})
 
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
-
-
-def _add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any = None) -> Any:
-    """``add_(other, alpha=number)`` with a number that is a tensor: the operator whose kernel gives eager's bits.
-    (torch 2.11 rounds a product of its own, of plain numbers too; 2.13 has a private operator that does so without
-    Inductor.)"""
-    if alpha is not None and alpha.is_python_constant():
-        return None
-    if not isinstance(alpha, TensorVariable):
-        return original(self, tx, other, alpha=alpha)
-    return self.call_method(tx, "copy_", [_sum_scaled(tx, self, other, alpha)], {})
-
-
-def _sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
-    return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
 
 
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
@@ -92,16 +79,21 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         scope = wrap(*backend_of(self), self, frame)
         if scope is None:  # For this call: others may want to compile the same code.
             return ConvertFrameReturn(apply_to_code=False)
-        try:
+        if self._one_graph or isinstance(scope, contextlib.nullcontext):
             with scope:
                 return original(self, frame, *args, **kwargs)
-        except (UserError, GuardOnDataDependentSymNode) as error:
-            # Where a function called by the frame asks for such a size, Dynamo finds no way out.
-            theirs = self._one_graph or isinstance(scope, contextlib.nullcontext)
-            if theirs or "data-dependent expression" not in str(error):
-                raise
-        with wrap(*backend_of(self), self, frame), dynamo_config.patch(capture_dynamic_output_shape_ops=False):
-            return original(self, frame, *args, **kwargs)
+        # Where a function called by the frame asks for a number or a size that only the data tell (``names[i.item()]``),
+        # Dynamo finds no way out. First numbers behind the step are not followed, then none, and no such size.
+        for behind, other in ((True, True), (False, True), (False, False)):
+            with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
+                notes.reads_behind_later, notes.reads_later = behind, other
+                try:
+                    return original(self, frame, *args, **kwargs)
+                except (UserError, GuardOnDataDependentSymNode) as error:
+                    if not other or "data-dependent expression" not in str(error):
+                        raise
+            scope = wrap(*backend_of(self), self, frame)
+        raise AssertionError("the last one returns or raises")
 
     convert_frame.ConvertFrameAssert.__call__ = convert
 
@@ -118,11 +110,13 @@ def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
 
 def _itself(leaf: Any, result: Any) -> Any:
     """What an operation in place on a parameter returns: the parameter. Dynamo makes another value of it,
-    and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently."""
+    and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
+    what becomes a leaf: ``d = torch.empty_like(x).uniform_().requires_grad_()`` would have no `d.grad`."""
     leaf = leaf and leaf.realize()
-    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable) and leaf.source:
+    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable):
         value = fake_value(leaf)
-        if value is fake_value(result) and value.is_leaf and value.requires_grad:
+        if value is fake_value(result) and (leaf.source or not value._is_view()) and value.is_leaf and (
+                value.requires_grad == bool(leaf.source)):
             return leaf
     return result
 
@@ -137,6 +131,21 @@ def _is_there(tensor: Any, name: Any, value: Any) -> bool:
     old, new = (fake_value(each) for each in (tensor, value))
     return old.untyped_storage()._cdata == new.untyped_storage()._cdata and all(
         getattr(old, part)() == getattr(new, part)() for part in ("size", "stride", "storage_offset"))
+
+
+def _tracked(original: Callable, self: Any, value: Any) -> Any:
+    """`VariableBuilder._wrap`, with an optimizer as an object that may change: Dynamo forgets what is written to one
+    (``self.steps += 1``), without a word."""
+    result = original(self, value)
+    if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
+        return self.tx.output.side_effects.track_object_existing(value, result)
+    return result
+
+
+def _asks_for_gradients(tensor: Any, name: Any, value: Any) -> bool:
+    """Whether this is ``tensor.requires_grad = value``: Dynamo knows the method only, and that for a value as it is."""
+    return (isinstance(tensor.realize(), TensorVariable) and name.as_python_constant() == "requires_grad"
+            and value.is_python_constant())
 
 
 def _sources_of_subclasses(original: Callable, var: Any) -> Any:
@@ -247,6 +256,9 @@ def tracing_scope(
                     tx, [*args, ConstantVariable.create(None)], kwargs)
         if function is setattr and len(args) == 3 and _is_there(*args):
             return ConstantVariable.create(None)
+        if function is setattr and len(args) == 3 and _asks_for_gradients(*args):
+            args[0].realize().call_method(tx, "requires_grad_", [args[2]], {})
+            return ConstantVariable.create(None)
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 
@@ -256,8 +268,9 @@ def tracing_scope(
             # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
             with mock.patch.object(state, "torch_function_mode_enabled", False):
                 return original(self, tx, name, args, kwargs)
+        name, args, kwargs = compat_numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
-            return _sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
+            return compat_numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
         if name == "item" and reads(tx, self):
             with dynamo_config.patch(capture_scalar_outputs=True), \
                     mock.patch.object(tx.fake_mode, "allow_scalar_outputs", True):
@@ -266,7 +279,7 @@ def tracing_scope(
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        result = original(self, tx, args, kwargs)
+        result = compat_numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs)
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
         return result
@@ -313,6 +326,7 @@ def tracing_scope(
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
                             capture_dynamic_output_shape_ops=True,  # or not: `compat_breaks.restart_without_data_sizes`
+                            allow_unspec_int_on_nn_module=True,  # a counter there is no constant, once it has changed
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),
@@ -328,7 +342,7 @@ def tracing_scope(
         *([replaced(SetAttr, "call_function", call_builtin)] if SetAttr else []),
         replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
         replaced(TensorVariable, "method_addcmul_", add_product),
-        replaced(TensorVariable, "method_add_", _add_scaled),
+        replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
@@ -336,6 +350,9 @@ def tracing_scope(
         replaced(output_graph.OutputGraph, "remove_tensorify_specialized_graphargs",
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+        replaced(VariableBuilder, "_wrap", _tracked),
+        replaced(VariableBuilder, "wrap_listlike", compat_lists.wrap),
+        replaced(SideEffects, "codegen_update_mutated", compat_lists.write_back),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +66,9 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
         if mode is not None:
             raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
                               do="leave it out: memopt's settings are in options={...}")
-        return _compile(gm, example_inputs, opts)
+        numbers = read_later.made_of_given(gm)
+        run = _compile(gm, example_inputs, opts)
+        return read_later.with_numbers(run, numbers) if numbers else run
     except MemoptError as error:
         return _raiser(error)
 
@@ -92,7 +93,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
-    if not (notes.resumed and notes.step in _stepped and not _differentiable(gm)):
+    if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):
         _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
@@ -112,7 +113,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
-        _stepped.add(notes.step)
+        telling.stepped.add(notes.step)
     return reading(run) if reading else run
 
 
@@ -128,9 +129,6 @@ def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable
         if not compat_breaks.demands_one_graph(notes.trace):
             notes.read_at_once(error)
         return None
-
-
-_stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
 
 
 def _lowering(wanted: str, device: torch.device) -> str:
@@ -165,7 +163,7 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
 
 def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None:
     """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
-    if notes.reason and (notes.backwards or notes.left or notes.step not in _stepped):
+    if notes.reason and (notes.backwards or notes.left or notes.step not in telling.stepped):
         opts = Options.from_dict(options)
         remember(notes.frame, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
                                           reason=notes.reason))

@@ -50,9 +50,19 @@ TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabe
                torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
 
 
+def inherited_step(step: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`super().step()` of an optimizer of torch's, whose wrapper ends a graph on purpose."""
+    with torch.no_grad():
+        return step(self, *args, **kwargs)
+
+
 def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
-    """The result of one of `PREPARATIONS` or `Unscaled`, None for any other function."""
+    """The result of one of `PREPARATIONS`, `Unscaled` or `inherited_step`, None for any other function."""
     function, owner = called.fn, getattr(called, "obj", None)
+    if getattr(function, "__code__", None) is compat.UPDATE_WRAPPER:
+        step = compat.VariableTracker.build(tx, function.__wrapped__)
+        return compat.UserFunctionVariable(inherited_step).call_function(
+            tx, [step, *([owner] if owner else []), *args], kwargs)
     unscaled = vars(Unscaled).get(function.__name__) if function.__module__ == "torch.amp.grad_scaler" else None
     if unscaled and owner and not compat.object_behind(owner).is_enabled():
         return compat.UserMethodVariable(unscaled, owner).call_function(tx, args, kwargs)

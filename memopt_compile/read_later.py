@@ -15,22 +15,53 @@ from torch import Tensor, fx
 
 from . import compat, compat_breaks, compat_dynamo
 
+EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
+
 
 class Needed(Exception):
     """A tensor is computed from a number that is read off another."""
 
 
 def waits(tx: Any, tensor: Any, notes: Any) -> bool:
-    """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end: lists
-    that grow there and the like are then no part of it."""
+    """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end too, if
+    what is done with the number cannot be traced."""
     value = compat.fake_value(tensor)
     ended = notes.backwards and notes.updates and not any(
         compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
     leaks = getattr(value, "grad_fn", None) is not None and not compat_dynamo.used_up(tx.output, value)
-    if not notes.reads_later or ended and not leaks or value.dtype is torch.bool or value.is_complex():
+    if not notes.reads_later or value.dtype is torch.bool or value.is_complex():
         return False
+    if ended and not leaks:
+        if not notes.reads_behind_later:
+            return False
+        notes.reads_behind += 1
     notes.reads += 1
     return True
+
+
+def made_of_given(gm: fx.GraphModule) -> list[int]:
+    """Which results Python computes from numbers of the user's alone (``group["lr"] *= 0.9``). Capture has made tensors
+    of these, and what the user gets has to be a number again."""
+    made: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        computed = node.op == "call_function" and (
+            getattr(node.target, "__module__", "") in ("_operator", "math") or node.target in EXTREMES)
+        if _is_given(node) or computed and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    results = gm.graph.output_node().args[0]
+    return [i for i, value in enumerate(results) if value in made and value.op != "placeholder" and isinstance(
+        value.meta.get("example_value"), Tensor)]
+
+
+def with_numbers(run: Callable, places: Sequence[int]) -> Callable:
+    """`run` with numbers for its results at `places`."""
+    def run_with_numbers(*args: Any) -> list[Any]:
+        values = list(run(*args))
+        for i in places:
+            values[i] = values[i].item()
+        return values
+
+    return run_with_numbers
 
 
 def take_out(gm: fx.GraphModule) -> Callable[[Callable], Callable] | None:

@@ -14,6 +14,7 @@ from . import compat_breaks
 
 log = logging.getLogger("memopt_compile")
 
+stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
 _told: weakref.WeakSet = weakref.WeakSet()
 _unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -38,6 +39,22 @@ def tell_of_break(notes: Any, error: Any, cause: str = "", remedy: str = "") -> 
     if line := _line(error):
         told_cause, told_remedy = compat_breaks.break_reason(error)
         tell(notes, line, cause or told_cause, remedy or told_remedy)
+
+
+def tell_where_it_ends(notes: Any, output: Any, error: Any) -> None:
+    """Tell of the end of a graph where a step stops being one. After the optimizer has run (a ``loss.item()`` to
+    return, say) the step is whole already, and before the forward it is not begun."""
+    begun, to_come = compat_breaks.is_differentiated(output), compat_breaks.is_ahead(output, "backward")
+    if notes.resumed:
+        breaks = begun and to_come and not notes.backwards
+    elif begun or to_come or notes.step not in stepped:
+        breaks = not (notes.backwards and notes.updates) and (begun or not to_come)
+    else:  # a function that the step calls behind its update
+        breaks = False
+    if breaks:
+        tell_of_break(notes, error)
+    elif to_come and not begun:
+        put_off(notes, error)
 
 
 def put_off(notes: Any, error: Any) -> None:

@@ -43,6 +43,119 @@ def weight_decay_that_changes() -> Loop:
 
 
 @row
+def numbers_given_to_the_step() -> Loop:
+    """Other ones in each call, where operators want plain numbers."""
+    model = mlp()
+    means = nn.ModuleList(mlp().requires_grad_(False) for _ in range(3))
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, y, rate, decay):
+        opt.param_groups[0]["lr"] = rate
+        logits = torch.clamp(model(x), -10 * decay, 10).clamp(max=5 * decay)
+        loss = F.cross_entropy(logits, y)
+        opt.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            p.grad.sub_(p.grad.sign(), alpha=0.1 * rate)
+        opt.step()
+        with torch.no_grad():
+            for mean, p in zip(means[0].parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 1 - decay)
+            for mean, p in zip(means[1].parameters(), model.parameters(), strict=True):
+                mean.mul_(decay).add_(p, alpha=1 - decay)
+            torch._foreach_lerp_(list(means[2].parameters()), list(model.parameters()), weight=1 - decay)
+        return loss
+
+    return Loop(step, [model, means], [opt], arguments=lambda i: (0.1 / (i + 1), (i + 1.5) / (i + 3)))
+
+
+@row
+def optimizer_with_an_update_of_its_own() -> Loop:
+    """It calls torch's, whose wrapper ends a graph on purpose."""
+    class Halving(torch.optim.AdamW):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.requires_grad = True
+                    p.grad.mul_(0.5)
+            return super().step(closure)
+
+    model = mlp()
+    return plain(model, Halving(model.parameters(), 0.02))
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """As it is found in the wild: not initialized, and with a counter that decides."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self):
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+@row
+def lookahead() -> Loop:
+    model = mlp()
+    opt = _Lookahead(adamw(model))
+    result = plain(model, opt)
+    result.optimizers = [opt.inner]
+    return result
+
+
+@row
+def groups_changed_by_the_step() -> Loop:
+    """Their numbers stay numbers."""
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for group in opt.param_groups:
+            group["lr"] *= 0.9
+            group["lr_next"] = max(0.5 * group["lr"], 0.01)
+        return loss
+
+    return loop(model, opt, step, wrap=lambda step, compile: _then(
+        compile(step), lambda: [(type(v).__name__, v) for k, v in opt.param_groups[0].items() if "lr" in k]))
+
+
+@row
+def optimizer_that_counts() -> Loop:
+    """What it writes to itself stays, and decides in a later call."""
+    class Resting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if self.steps % 3:
+                super().step(closure)
+
+    model = mlp()
+    opt = Resting(model.parameters(), 0.1)
+    return plain(model, opt, wrap=lambda step, compile: _then(compile(step), lambda: opt.steps))
+
+
+def _then(step, answer):
+    def both(*args):
+        return step(*args), answer()
+
+    return both
+
+
+@row
 def batch_from_an_iterator() -> Loop:
     """The graph ends at `next`, before the step has begun."""
     scales = iter([torch.full((), 0.1 * i) for i in range(1, 20)])
@@ -139,26 +252,8 @@ def optimizer_of_other_parameters() -> Loop:
 
 
 @ordinary
-def metrics_in_a_loop() -> Loop:
-    """The step is whole before; a graph that ends within a loop leaves all of the function to Python."""
-    seen = {}
-    model = mlp()
-    opt = adamw(model)
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        for name, value in {"loss": loss, "root": loss.sqrt()}.items():
-            seen[name] = value.item()
-        return loss
-
-    return loop(model, opt, step)
-
-
-@ordinary
 def schedulers_in_a_list() -> Loop:
+    """The step is whole before; a graph that ends within a loop leaves all of the function to Python."""
     model = mlp()
     opt = adamw(model)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]

@@ -85,7 +85,7 @@ def projected_attack() -> Loop:
 def attack_in_place() -> Loop:
     """The parameters' gradients of the attack are thrown away by the step's zero_grad()."""
     def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        moved = torch.zeros_like(x).requires_grad_()
+        moved = torch.empty_like(x).uniform_(-0.1, 0.1).requires_grad_()
         for _ in range(3):
             F.cross_entropy(model(x + moved), y).backward()
             with torch.no_grad():

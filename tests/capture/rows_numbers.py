@@ -1,6 +1,8 @@
-"""Numbers that a step reads off its tensors before it has ended."""
+"""Numbers that a step reads off its tensors, and what it keeps of them."""
 
 from __future__ import annotations
+
+import collections
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,109 @@ def adversaries() -> Loop:
         return real, of_real + of_made, loss
 
     return Loop(step, [maker, judge], [for_maker, for_judge])
+
+
+@row
+def lists_that_grow() -> Loop:
+    """Only appended to, before and behind the update: how long they are is no part of the step."""
+    model = mlp()
+    opt = adamw(model)
+    losses, history, last = [], {"norm": [], "loss": []}, collections.deque([0.0], maxlen=2)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        last.append(loss.item())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.detach())
+        for p in model.parameters():
+            history["norm"].append(p.grad.norm().item())
+        history["loss"] += [len(x), loss.item()]
+
+    return loop(model, opt, step, wrap=lambda step, compile: _then(compile(step), lambda: [
+        list(losses), dict(history), list(last), last.maxlen]))
+
+
+def _then(step, answer):
+    def both(*args):
+        step(*args)
+        return answer()
+
+    return both
+
+
+@row
+def means_of_losses() -> Loop:
+    """Attributes that are floats, written behind the update."""
+    model = mlp()
+    opt = adamw(model)
+    model.mean, model.steps = 0.0, 0
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        model.mean = 0.9 * model.mean + 0.1 * loss.item()
+        model.steps += 1
+        return model.mean / (1 - 0.9 ** model.steps)
+
+    return loop(model, opt, step)
+
+
+@row
+def number_that_chooses_a_name() -> Loop:
+    """Behind the update: the graph ends there, but is whole."""
+    model = mlp()
+    opt = adamw(model)
+    names = ["first", "second", "third", "fourth"]
+
+    def step(x, y):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return names[logits[0].argmax().item()]
+
+    return loop(model, opt, step)
+
+
+@row
+def window_of_losses() -> Loop:
+    """Read as a whole, and longer at each call until it is full."""
+    model = mlp()
+    opt = adamw(model)
+    window = collections.deque(maxlen=2)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        window.append(loss.detach())
+        return sum(window) / len(window)
+
+    return loop(model, opt, step)
+
+
+@row
+def metrics_in_a_loop() -> Loop:
+    seen = {}
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for name, value in {"loss": loss, "root": loss.sqrt()}.items():
+            seen[name] = value.item()
+        return dict(seen)
+
+    return loop(model, opt, step)
 
 
 @ordinary

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import memopt_compile
+
 
 def compiled():
     torch._dynamo.reset()
@@ -62,6 +64,29 @@ def test_a_long_recurrence_is_said(caplog):
     (line,) = [r.getMessage() for r in caplog.records if "not captured whole" in r.getMessage()]
     assert "200 cells" in line and "at most 128" in line and "test_functions.py" in line
     assert network.weight_hh_l0.grad is not None
+
+
+def test_a_break_behind_a_whole_step_is_not_said(caplog):
+    """Also where it is in a function that the step calls, which torch then compiles by itself."""
+    torch._dynamo.reset()
+    model, best = nn.Linear(3, 1), [1e9]
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def watch(loss):
+        if loss.item() < best[0]:
+            best[0] = loss.item()
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        watch(loss)
+
+    fast = torch.compile(step, backend="memopt", options={"lowering": "eager"})
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        fast(torch.ones(2, 3))
+    assert best[0] < 1e9 and memopt_compile.report(fast).kind == "step"
+    assert not [r for r in caplog.records if "not captured whole" in r.getMessage()]
 
 
 def test_an_lstm_in_float32():

@@ -1,0 +1,91 @@
+"""Operators that Dynamo gives a number which changes from call to call: a decay, a learning rate, a range.
+
+It follows such a number as a symbol. Where an operator wants a plain one it makes a constant of it, and a graph for
+each of its values, till torch has compiled the step too often. Here the operator gets a 0-dim tensor in its place.
+Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from .compat import fake_value
+
+# As a tensor such a number has the operand's type, which must not round it more than the operator does.
+EXACT = (torch.float32, torch.float64)
+OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", "max")}  # and may be given by name
+METHODS = {torch.add: "add", torch.sub: "sub", torch.lerp: "lerp", torch.clamp: "clamp", torch.clip: "clip"}
+
+
+def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tuple[str, Any, dict]:
+    """A call of ``value.name(...)`` with tensors for the numbers that change (``add_(grad, alpha=-lr)``)."""
+    plain = name.rstrip("_")
+    if plain in ("add", "sub") and is_symbolic(kwargs.get("alpha")):
+        alpha = _tensor(tx, kwargs["alpha"], -1.0 if plain == "sub" else 1.0, dtype=torch.float64)
+        return name.replace("sub", "add"), args, {**kwargs, "alpha": alpha}
+    if plain not in OPERANDS or not any(map(is_symbolic, (*args, *kwargs.values()))):
+        return name, args, kwargs
+    like, given = fake_value(value), {**dict(zip(OPERANDS[plain], args)), **kwargs}
+    if like.dtype not in EXACT or not set(given) <= set(OPERANDS[plain]):
+        return name, args, kwargs
+    # Of a clamp both are tensors then, or none.
+    tensors = {key: _tensor(tx, each, dtype=like.dtype, device=like.device) if _is_number(each) else each
+               for key, each in given.items()}
+    return name, [], tensors
+
+
+def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
+    """The result of ``torch.clamp(x, -r, r)`` and the like with a number that changes; None for what needs no care."""
+    if not any(map(is_symbolic, (*args, *kwargs.values()))) or "out" in kwargs:
+        return None
+    if function is torch._foreach_lerp_:
+        return UserFunctionVariable(_lerp_each).call_function(tx, list(args), kwargs)
+    if function in METHODS and args and isinstance(tensor := args[0].realize(), TensorVariable):
+        return tensor.call_method(tx, METHODS[function], list(args[1:]), kwargs)
+    return None
+
+
+def _lerp_each(self: Any, tensors1: Any, weight: Any) -> None:
+    for tensor, end in zip(self, tensors1):
+        tensor.lerp_(end, weight)
+
+
+def add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any = None) -> Any:
+    """``add_(other, alpha=number)`` with a number that is a tensor: the operator whose kernel gives eager's bits.
+    (torch 2.11 rounds a product of its own, of plain numbers too; 2.13 has a private operator that does so without
+    Inductor.)"""
+    if alpha is not None and alpha.is_python_constant():
+        return None
+    if not isinstance(alpha, TensorVariable):
+        return original(self, tx, other, alpha=alpha)
+    return self.call_method(tx, "copy_", [sum_scaled(tx, self, other, alpha)], {})
+
+
+def sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
+    return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
+
+
+def is_symbolic(given: Any) -> bool:
+    """Whether an argument is a float that Dynamo follows as a symbol."""
+    given = given and given.realize()
+    return isinstance(given, SymNodeVariable) and isinstance(given.sym_num, torch.SymFloat)
+
+
+def _is_number(given: Any) -> bool:
+    given = given.realize()
+    return is_symbolic(given) or isinstance(given, ConstantVariable) and isinstance(given.value, int | float)
+
+
+def _tensor(tx: Any, number: Any, times: float = 1.0, **kind: Any) -> Any:
+    one = VariableTracker.build(tx, torch.full).call_function(
+        tx, [VariableTracker.build(tx, ()), ConstantVariable.create(times)],
+        {key: VariableTracker.build(tx, of) for key, of in kind.items()})
+    return one.call_method(tx, "mul", [number], {})
