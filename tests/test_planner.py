@@ -148,6 +148,20 @@ def test_the_smallest_is_below_what_cannot_be_met():
     assert planner.cheapest(found, int(0.9 * least.peak_bytes), alone) is None
 
 
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_the_smallest_is_near_that_of_all_choices(name):
+    """Although its search takes the first solution that the solver comes by, and few nodes."""
+    found = problem(prepared(name), roofline("cpu"))
+    able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
+                  key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
+    for o, operation in enumerate(found.operations):
+        operation.again = o in able
+    best = min(simulate(found, again).peak_bytes for size in range(len(able) + 1)
+               for again in itertools.combinations(able, size))
+    least = planner.smallest(found, range(len(found.operations)))
+    assert best <= least.peak_bytes <= best / (1 - planner.RESOLUTION)
+
+
 def test_equal_layers_are_decided_together():
     found = problem(prepared("linear"), roofline("cpu"))
     number = groups(found)
