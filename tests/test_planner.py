@@ -4,6 +4,7 @@ import functools
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from memopt_compile.backends import eager  # noqa: E402
 from memopt_compile.liveness import timeline  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.compress import Compress  # noqa: E402
-from memopt_compile.passes.plan_memory import memory_plan  # noqa: E402
+from memopt_compile.passes.plan_memory import PlanMemory, memory_plan  # noqa: E402
 from memopt_compile.passes.recompute import Recompute  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
@@ -160,6 +161,17 @@ def test_the_smallest_is_near_that_of_all_choices(name):
                for again in itertools.combinations(able, size))
     least = planner.smallest(found, range(len(found.operations)))
     assert best <= least.peak_bytes <= best / (1 - planner.RESOLUTION)
+
+
+def test_no_plan_is_looked_for_twice_unless_the_step_has_changed():
+    step, device = prepared("linear").copy(), torch.device("cpu")
+    with mock.patch.object(planner, "cheapest", wraps=planner.cheapest) as looked:
+        for _ in range(2):
+            PlanMemory(1, device, or_smallest=False).run(step)
+        assert looked.call_count == 1 and step.plan is None
+        step.replace(*[n for n in step.computing() if n.target is torch.ops.aten.gelu.default][1::-1])
+        PlanMemory(1, device).run(step)
+        assert looked.call_count == 2 and not step.plan.fits
 
 
 def test_equal_layers_are_decided_together():
