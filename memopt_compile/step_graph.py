@@ -89,13 +89,11 @@ class Window:
 class StepGraph:
     """A captured step.
 
-    ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
-    computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
-    with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked, and
-    ``unplanned`` what it was asked and found none for;
-    ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them, and
-    ``bucket_bytes`` is what small ones that travel together may come to; ``parallel`` is the group of ranks
-    that may keep an activation in parts (`distributed.tensor_parallel`).
+    ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that computes;
+    ``gradients`` are the nodes that are the whole gradient of a leaf from one backward, numbered from 1; ``plan``
+    is what `planner` has decided, and ``unplanned`` what it found none for; ``windows`` are the parameters that
+    ZeRO keeps whole beside this rank's part of them, and ``bucket_bytes`` is what small ones that travel together
+    may come to; ``parallel`` is the group of ranks that may keep an activation in parts.
     """
 
     module: fx.GraphModule
