@@ -206,8 +206,10 @@ def rewritten(
             return tight
         last = by(chosen(), observe)
         best = min(found, tight, last, key=peak)
-        # `observe` is told of what is taken last.
-        return best if best is last else by(chosen(smallest=False) if best is found else chosen(free=False), observe)
+        if best is last or observe is None:
+            return best
+        # It is told of what is taken last.
+        return by(chosen(smallest=False) if best is found else chosen(free=False), observe)
     changed = {r.name for r in found[1] if r.op_changes}
     rivals = (({"in_order": False}, lowering == "eager" and ChunkLogits.name not in changed),
               ({"free": False}, RematerializeFree.name in changed))

@@ -89,12 +89,11 @@ class Window:
 class StepGraph:
     """A captured step.
 
-    ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that
-    computes; ``gradients`` are the nodes that are the whole gradient of a leaf from one backward,
-    with the number of that backward, from 1; ``plan`` is what `planner` has decided, if asked;
-    ``windows`` are the parameters that ZeRO keeps whole beside this rank's part of them, and
-    ``bucket_bytes`` is what small ones that travel together may come to; ``parallel`` is the group of ranks
-    that may keep an activation in parts (`distributed.tensor_parallel`).
+    ``inputs`` follow the order of the graph's placeholders; ``phases`` covers every node that computes;
+    ``gradients`` are the nodes that are the whole gradient of a leaf from one backward, numbered from 1; ``plan``
+    is what `planner` has decided, and ``unplanned`` what it found none for; ``windows`` are the parameters that
+    ZeRO keeps whole beside this rank's part of them, and ``bucket_bytes`` is what small ones that travel together
+    may come to; ``parallel`` is the group of ranks that may keep an activation in parts.
     """
 
     module: fx.GraphModule
@@ -103,6 +102,7 @@ class StepGraph:
     gradients: dict[fx.Node, int] = field(default_factory=dict)
     kind: str = "step"
     plan: MemoryPlan | None = None
+    unplanned: tuple = ()
     windows: tuple[Window, ...] = ()
     bucket_bytes: int | None = None
     parallel: Any = None
@@ -112,7 +112,7 @@ class StepGraph:
         graph, twin = fx.Graph(), {}
         graph.output(graph.graph_copy(self.graph, twin))
         graph.output_node().meta.update(self.graph.output_node().meta)
-        return replace(self, module=GraphOnly(self.module, graph),
+        return replace(self, module=GraphOnly(self.module, graph), unplanned=(),
                        phases={twin[n]: phase for n, phase in self.phases.items()},
                        gradients={twin[n]: number for n, number in self.gradients.items()})
 

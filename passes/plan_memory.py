@@ -9,7 +9,7 @@ The decision is `planner`'s; it becomes `StepGraph.plan` and changes nothing by 
 3. Where none fits, the plan with the smallest peak that was found is taken, unless another pass is
    to be tried first (`or_smallest`); whether it is enough once the other passes are done is for the
    budget's owner to judge.
-4. A plan that is there and fits stays.
+4. A plan that is there and fits stays. Where none was found it is not looked for again, unless the step has changed.
 5. Formats that lose nothing are always allowed, others as the user says.
 6. Ranks that keep parts of activations all take the plan of the first of them: they have the same
    step, and make the same collectives.
@@ -67,7 +67,9 @@ class PlanMemory(StepPass):
         seconds = cost_model(self.costs, self.device)
         found = problem(step, seconds, costs, self.means)
         together = groups(found)
-        chosen = planner.cheapest(found, limit, together, self.at_most)  # rule 2
+        asked = limit, self.at_most, self.means, tuple(step.computing())
+        chosen = None if step.unplanned == asked else planner.cheapest(found, limit, together, self.at_most)  # rule 2
+        step.unplanned = () if chosen else asked
         if chosen is None and self.or_smallest:  # rule 3
             chosen = planner.smallest(found, together)
         if chosen is not None:

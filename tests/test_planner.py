@@ -4,6 +4,7 @@ import functools
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from memopt_compile.backends import eager  # noqa: E402
 from memopt_compile.liveness import timeline  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.compress import Compress  # noqa: E402
-from memopt_compile.passes.plan_memory import memory_plan  # noqa: E402
+from memopt_compile.passes.plan_memory import PlanMemory, memory_plan  # noqa: E402
 from memopt_compile.passes.recompute import Recompute  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
@@ -146,6 +147,31 @@ def test_the_smallest_is_below_what_cannot_be_met():
     assert least.peak_bytes == simulate(found, least.again).peak_bytes < max(found.live)
     assert planner.cheapest(found, least.peak_bytes, alone) is not None
     assert planner.cheapest(found, int(0.9 * least.peak_bytes), alone) is None
+
+
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_the_smallest_is_near_that_of_all_choices(name):
+    """Although its search takes the first solution that the solver comes by, and few nodes."""
+    found = problem(prepared(name), roofline("cpu"))
+    able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
+                  key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
+    for o, operation in enumerate(found.operations):
+        operation.again = o in able
+    best = min(simulate(found, again).peak_bytes for size in range(len(able) + 1)
+               for again in itertools.combinations(able, size))
+    least = planner.smallest(found, range(len(found.operations)))
+    assert best <= least.peak_bytes <= best / (1 - planner.RESOLUTION)
+
+
+def test_no_plan_is_looked_for_twice_unless_the_step_has_changed():
+    step, device = prepared("linear").copy(), torch.device("cpu")
+    with mock.patch.object(planner, "cheapest", wraps=planner.cheapest) as looked:
+        for _ in range(2):
+            PlanMemory(1, device, or_smallest=False).run(step)
+        assert looked.call_count == 1 and step.plan is None
+        step.replace(*[n for n in step.computing() if n.target is torch.ops.aten.gelu.default][1::-1])
+        PlanMemory(1, device).run(step)
+        assert looked.call_count == 2 and not step.plan.fits
 
 
 def test_equal_layers_are_decided_together():
