@@ -259,6 +259,9 @@ def tracing_scope(
         if function is setattr and len(args) == 3 and _asks_for_gradients(*args):
             args[0].realize().call_method(tx, "requires_grad_", [args[2]], {})
             return ConstantVariable.create(None)
+        if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
+            args[0].call_method(tx, "extend", [args[1]], {})
+            return args[0]
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 

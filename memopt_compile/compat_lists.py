@@ -5,7 +5,7 @@ call. Here a list is unread at first, and knows what is added. Whoever asks for 
 its guards. One that is still unread at the end is extended by what it got.
 
 A deque is the same. What else Dynamo does with one that has a `maxlen` is put right too: it forgets the `maxlen`, and
-then ``sum(window)`` counts items that are there no more. Checked against torch 2.13.
+then ``sum(window)`` counts items that are there no more. Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class _Unread:
     def clone(self, **kwargs: Any) -> Any:
         assert self.items is not None  # a whole list from here on
         return self.clone(**kwargs)
+
+
+def is_unread(variable: Any) -> bool:
+    return isinstance(variable.realize(), _Unread)
 
 
 class UnreadList(_Unread, ListVariable):
