@@ -259,6 +259,8 @@ def tracing_scope(
         if function is setattr and len(args) == 3 and _asks_for_gradients(*args):
             args[0].realize().call_method(tx, "requires_grad_", [args[2]], {})
             return ConstantVariable.create(None)
+        if function is format and len(args) == 2 and compat_numbers.is_number(args[0]):
+            return compat_numbers.text_of(args[0].realize(), args[1])
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
@@ -354,6 +356,7 @@ def tracing_scope(
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
+        replaced(InstructionTranslatorBase, "_format_value", compat_numbers.format_value),
         replaced(VariableBuilder, "wrap_listlike", compat_lists.wrap),
         replaced(SideEffects, "codegen_update_mutated", compat_lists.write_back),
         replaced(UserFunctionVariable, "call_function", call_function),

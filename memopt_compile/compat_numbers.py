@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -37,7 +38,7 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
     if like.dtype not in EXACT or not set(given) <= set(OPERANDS[plain]):
         return name, args, kwargs
     # Of a clamp both are tensors then, or none.
-    tensors = {key: _tensor(tx, each, dtype=like.dtype, device=like.device) if _is_number(each) else each
+    tensors = {key: _tensor(tx, each, dtype=like.dtype, device=like.device) if is_number(each) else each
                for key, each in given.items()}
     return name, [], tensors
 
@@ -73,13 +74,25 @@ def sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
     return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
 
 
+def format_value(original: Callable, translator: Any, form: Any, flags: int) -> None:
+    """``f"{rate:.3f}"``, made when the step has run. Dynamo has its number there, or a constant, in place of a text."""
+    if not isinstance(value := translator.stack[-1].realize(), SymNodeVariable):
+        return original(translator, form, flags)
+    translator.pop()
+    translator.push(text_of(value, form, ("", "!s", "!r", "!a")[flags & 3]))
+
+
+def text_of(number: Any, form: Any, conversion: str = "") -> Any:
+    return StringFormatVariable.create(f"{{{conversion}:{form.as_python_constant()}}}", [number], {})
+
+
 def is_symbolic(given: Any) -> bool:
     """Whether an argument is a float that Dynamo follows as a symbol."""
     given = given and given.realize()
     return isinstance(given, SymNodeVariable) and isinstance(given.sym_num, torch.SymFloat)
 
 
-def _is_number(given: Any) -> bool:
+def is_number(given: Any) -> bool:
     given = given.realize()
     return is_symbolic(given) or isinstance(given, ConstantVariable) and isinstance(given.value, int | float)
 

@@ -133,6 +133,23 @@ def groups_changed_by_the_step() -> Loop:
 
 
 @row
+def numbers_in_texts() -> Loop:
+    """Of a rate that changes, and of a loss."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y, rate):
+        opt.param_groups[0]["lr"] = rate
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach(), f"{rate:.4f}", f"{rate!r} of {len(x)}", format(rate, ".2e"), f"{loss.item():.4f}"
+
+    return loop(model, opt, step, arguments=lambda i: (0.01 / (i + 1),))
+
+
+@row
 def optimizer_that_counts() -> Loop:
     """What it writes to itself stays, and decides in a later call."""
     class Resting(torch.optim.SGD):
