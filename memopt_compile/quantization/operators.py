@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -99,28 +98,29 @@ def slabs(form: Format | Linear, count: int, device: torch.device) -> Iterator[t
         yield first, min(length, count - first)
 
 
-_few: ContextVar[torch.device | None] = ContextVar("few slabs, as on a device", default=None)
+_few: torch.device | None = None  # in `few_slabs`; plain, since Dynamo reads it
 
 
 @contextlib.contextmanager
 def few_slabs(device: torch.device | None = None) -> Iterator[None]:
     """A scope in which only the first slabs of a tensor are gone through, and the last: as much memory is
     held as for all of them, which is what a measurement wants to know. They are as large as on `device`."""
-    token = _few.set(device or torch.device("cpu"))
+    global _few
+    before, _few = _few, device or torch.device("cpu")
     try:
         yield
     finally:
-        _few.reset(token)
+        _few = before
 
 
 def some(slabs: Sequence[Any]) -> Sequence[Any]:
     """All slabs, or in `few_slabs` some."""
-    return slabs if _few.get() is None else [*slabs[:3], *slabs[3:][-1:]]
+    return slabs if _few is None else [*slabs[:3], *slabs[3:][-1:]]
 
 
 def elements_on(device: torch.device, count: int) -> int:
     """Of how many elements a slab is on `device`, where it is of `count` on a CPU."""
-    return count if (_few.get() or device).type == "cpu" else ON_A_GPU * count
+    return count if (_few or device).type == "cpu" else ON_A_GPU * count
 
 
 def part_of(parts: Sequence[Tensor], form: Format | Linear, first: int, length: int) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
 
-    python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--steps N]
+    python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--first 0] [--steps N]
                                   [--micro-batches 1 4 8 16] [--sum] [--lowering inductor]
 
 Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("resnet", "gpt"), default="resnet")
     parser.add_argument("--only", nargs="+", default=[way for way in WAYS if "/8/4" not in way], metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], metavar="N")
     parser.add_argument("--sum", action="store_true")
@@ -144,7 +145,7 @@ def main() -> None:
     for n in given.micro_batches:
         for name in given.only:
             found = [train(task, WAYS[name], seed, steps, n, given.lowering, given.sum)
-                     for seed in range(given.seeds)]
+                     for seed in range(given.first, given.first + given.seeds)]
             results = [result for result, _ in found]
             print(f"| {n} | {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
                   f"{statistics.mean(b for _, b in found):.4f} |", flush=True)
