@@ -61,7 +61,6 @@ GAP = 0.005
 COARSE = 0.1  # the gap for a first look
 FIRST = 1.0  # the same if any solution will do, as for the smallest peak: proving one to be fast takes most of the time
 NODES = 100  # of the search tree for one solution
-FEW = 5  # of the same, for the smallest peak
 SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
 
@@ -108,7 +107,7 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     low = relaxed[3] if relaxed else 0
     while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
         middle = min(int((low * best.peak_bytes) ** 0.5), int(1.25 * low)) + 1
-        found = _nearest(model, middle, dict.fromkeys(_positions(problem), 0), FIRST, PROBES, FEW)
+        found = _nearest(model, middle, dict.fromkeys(_positions(problem), 0), FIRST, PROBES)
         if found is None or found.peak_bytes > middle:
             low = middle
         if found and found.peak_bytes < best.peak_bytes:
@@ -117,12 +116,12 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 
 def _nearest(model: _Model, limit: int, slack: dict[int, int], gap: float,
-             rounds: int = ROUNDS, nodes: int = NODES) -> Solution | None:
+             rounds: int = ROUNDS) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
     to it, None if not even the program has one."""
     problem, nearest = model.problem, None
     for _ in range(rounds):
-        solved = model.solve(slack, limit, gap, nodes=nodes)
+        solved = model.solve(slack, limit, gap)
         if solved is None:
             break
         again, packed, proved, _ = solved
@@ -236,8 +235,8 @@ class _Model:
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
 
-    def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False,
-              nodes: int = NODES) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
+    def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False
+              ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
         """(operations to run again, values to pack, gap, modelled peak bytes), or None if nothing fits.
 
         Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
@@ -260,7 +259,7 @@ class _Model:
         with _silent():
             found = milp(cost, integrality=integral, bounds=Bounds(0, upper),
                          constraints=LinearConstraint(self.rows.matrix(columns), lb=low),
-                         options={"mip_rel_gap": gap, "node_limit": nodes, "time_limit": SECONDS})
+                         options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS})
         if found.x is None:
             return None
         chosen = {i for i in range(self.kept) if found.x[i] > 0.5}

@@ -151,7 +151,7 @@ def test_the_smallest_is_below_what_cannot_be_met():
 
 @pytest.mark.parametrize("name", ["linear", "attention"])
 def test_the_smallest_is_near_that_of_all_choices(name):
-    """Although its search takes the first solution that the solver comes by, and few nodes."""
+    """Although its search takes the first solution that the solver comes by."""
     found = problem(prepared(name), roofline("cpu"))
     able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
                   key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
