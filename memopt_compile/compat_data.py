@@ -49,7 +49,8 @@ def write_of_gathered(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_method(value: object, name: str) -> bool:
-    return isinstance(value, fx.Node) and (value.op, value.target) == ("call_method", name)
+    """Whether it is a call of this method of a DTensor's, in torch 2.11 a function that has its other arguments."""
+    return isinstance(value, fx.Node) and getattr(value.target, "__name__", value.target) in (name, f"prim_{name}")
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
