@@ -87,7 +87,7 @@ def test_so_it_is_of_means(elements):
     assert slab_kernels._kernel.cache_info().misses - made == (elements == WHOLE)
 
 
-def test_an_update_without_states_is_captured():
+def test_an_update_without_states_is_captured(device):
     model = memopt.quantize_parameters_(torch.nn.Linear(60, 4), 8, rounding="nearest")
     opt = optim.SGD(model.parameters(), lr=0.1, state_bits=8)
 
@@ -101,4 +101,5 @@ def test_an_update_without_states_is_captured():
     run, x = memopt.compile(step), torch.randn(8, 60)
     losses = [float(run(x)) for _ in range(4)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    assert memopt.report(run).predicted_peak_bytes == memopt.report(run).measured_peak_bytes
+    found = memopt.report(run)  # an allocator of a GPU rounds sizes up
+    assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0 if device.type == "cpu" else 0.005)
