@@ -18,7 +18,7 @@ import triton.language as tl
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, ReduceOps, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, ReduceOps, TensorHandle
 
 # By the library's name; others have PyTorch's.
 BY_TORCH = {"fmod": torch.fmod, "ilogb": lambda x: torch.frexp(x).exponent - 1, "ldexp": torch.ldexp,
@@ -89,6 +89,17 @@ def prepared(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any)
 
 CachingAutotuner._interpret_args_grid = (
     lambda kernel, args, config, grid_of=CachingAutotuner._interpret_args_grid: prepared(grid_of, kernel, args, config))
+
+
+def restored(executor: GridExecutor, args: tuple, on_host: list, kwargs: dict, kwargs_on_host: dict) -> None:
+    """Bring back what a kernel has written. (The interpreter's own function refers to itself, and so holds the tensors
+    until Python's collector comes by.)"""
+    for given, copy in (*zip(args, on_host), *((kwargs[name], kwargs_on_host[name]) for name in kwargs)):
+        if hasattr(given, "data_ptr"):
+            given.untyped_storage().copy_(copy.untyped_storage())
+
+
+GridExecutor._restore_args_dev = restored
 
 
 def language(tensor: Any, scope: Any, replace: Callable[..., None] = interpreter._patch_lang_tensor) -> None:
