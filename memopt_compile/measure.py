@@ -78,7 +78,7 @@ def measure(
 
     Raises TypeError for something in `resident` that holds no tensors, and whatever `fn` raises.
     """
-    if args or kwargs or resident is None or resident:
+    if args or kwargs or not (isinstance(resident, (tuple, list)) and not resident):
         gc.collect()  # Garbage must not count as resident, nor vanish in the middle of the call.
     deaths: _Deaths = defaultdict(deque)
     watched = _survey(resident, args, kwargs, deaths)

@@ -20,6 +20,7 @@ import torch
 from . import data_sizes, devices, pipelines
 from .adaptation import Adaptive, Program, Watch
 from .backends import eager, inductor
+from .compat_sizes import polynomial
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
@@ -242,9 +243,12 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
 
 
 def _fix_sizes(step: StepGraph) -> None:
-    """Have every batch size compiled, and so planned, by itself: what fits one may not fit another."""
+    """Have every batch size compiled, and so planned, by itself: what fits one may not fit another. A count of steps
+    is no size."""
+    sizes = {symbol for node in step.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())
+             if isinstance(size, torch.SymInt) for symbol in polynomial(size).free_symbols}
     for node in step.placeholders:
-        if isinstance(node.meta["val"], torch.SymInt):
+        if isinstance(node.meta["val"], torch.SymInt) and polynomial(node.meta["val"]).free_symbols & sizes:
             int(node.meta["val"])  # Dynamo guards on what is asked
 
 

@@ -174,6 +174,11 @@ def test_exceptions_propagate_and_leave_no_recording_behind():
     assert measure(block, 10, resident=()).peak_bytes == 10
 
 
+def test_a_tensor_is_resident_by_itself():
+    kept = torch.ones(3)
+    assert measure(block, 10, resident=kept).resident_bytes == 12
+
+
 def test_arguments_pass_through():
     assert measure(lambda a, *, b: a + b, 1, b=2, resident=()).result == 3
 

@@ -128,7 +128,7 @@ def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys
     optimizer = object.__new__(getattr(sys.modules[__package__], method.split()[0]))
     group = _settings(keys.split(), values, numbers)
     if not bits:
-        p = parts[0] if parts else torch.empty(size, dtype=dtype, device="meta")
+        p = parts[0] if parts else torch.empty((), dtype=dtype, device=states[0].device).expand(size)
         return optimizer, p, {**group, "place": first}  # of its first element
     like = parts or [torch.empty(0, dtype=torch.uint8, device=states[0].device)] * 4
     form = Linear(bits, block, None if seed < 0 else seed, first)

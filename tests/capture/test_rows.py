@@ -58,6 +58,13 @@ def test_optimizer(name):
     check(lambda: rows.with_optimizer(name), until=2)
 
 
+def test_what_a_step_counts_is_no_size_to_a_budget():
+    build = rows.ROWS["optimizer_that_counts"]
+    _, free = compiled(build, until=STEPS)
+    _, kept = compiled(build, until=STEPS, memory_budget="1GiB")
+    assert {c.kind for c in kept} == {"step"} and len(kept) == len(free) < STEPS
+
+
 def test_betas_that_change_in_float32():
     """There the optimizer casts them: a number of the user's has to have a tensor's methods."""
     build = rows.ROWS["one_cycle_changes_betas"]

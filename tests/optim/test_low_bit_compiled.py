@@ -135,3 +135,20 @@ def test_decoding_a_slab_at_a_time(form, dtype):
     checks = ("test_schema", "test_faketensor")  # the sizes of parameters are known
     torch.library.opcheck(DECODE, (codes, scales, *form, count, dtype), test_utils=checks)
     torch.library.opcheck(QUANTIZE, (value, torch.zeros(()), *form, None), test_utils=checks)
+
+
+def test_what_folding_a_large_gradient_holds_is_predicted():
+    """Its operator is given no parameter, but for the shape and where it is, which decide how large slabs are."""
+    model = torch.nn.Linear(2048, 1024, bias=False)
+    opt = memopt.optim.AdamA(model.parameters(), state_bits=8)
+
+    def step(x):
+        for (part,) in memopt.micro_batches(2, x):
+            model(part).square().mean().backward()
+            opt.accumulate()
+        opt.step()
+
+    run, x = memopt.compile(step, lowering="eager"), torch.randn(4, 2048)
+    for _ in range(2):
+        run(x)
+    assert memopt.report(run).predicted_peak_bytes == memopt.report(run).measured_peak_bytes
