@@ -15,7 +15,6 @@ printable (`Lowered.source`):
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,16 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_dry_run, compat_inductor, compat_kernels, slab_kernels
+from .. import compat_dry_run, compat_inductor, slab_kernels
 from ..arena import WINDOW
 from ..between import host_call, in_its_place, read_by_program
-from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
-from ..costs import is_library, workspace_bytes
+from ..compiled_pieces import Pieces, forget_pieces, stand_in, watch
 from ..errors import OptionError
 from ..finiteness import not_looking
 from ..inlining import inlined
 from ..pieces import (
-    OWNED,
     Piece,
     can_cut,
     constant,
@@ -44,14 +41,7 @@ from ..pieces import (
 )
 from ..read_back import read_back
 from ..step_graph import StepGraph, op_name
-from ..storing import is_call, store_before_updates, store_between
-from ..transfers import TO_HOST, is_transfer
-
-# Left to PyTorch's kernels where an index is a mask, and then only seen in a dry run.
-BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-
-# Operators whose fake results are new tensors, though they make none of the device.
-NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
+from ..transfers import is_transfer
 
 decompositions = compat_inductor.decompositions
 prepare = compat_inductor.joint_graph_passes
@@ -65,19 +55,9 @@ def compiler_available(device: torch.device | str = "cpu") -> bool:
     return compat_inductor.has_triton()
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    run: Callable[[list], Any]
-    source: str
-    kernels: compat_inductor.Kernels
-
-
-_cache: dict[tuple[str | None, str], _Compiled] = {}
-
-
 def forget() -> None:
     """Drop all compiled pieces: for `torch.compiler.reset`."""
-    _cache.clear()
+    forget_pieces()
     slab_kernels.forget()
 
 
@@ -106,11 +86,12 @@ class Lowered:
         return len(set(self.called))
 
 
-def lower(step: StepGraph, *, whole: bool = False, later: bool = False, tight: bool = False) -> Lowered:
+def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: int | None = None) -> Lowered:
     """Compile the step's pieces and the program that calls them.
 
     `later`: the C++ compiler, which takes most of the time, waits until `finish` is called: a program of which only
-    the peak is asked does without it. `tight`: a few bytes less are worth more time for compilation.
+    the peak is asked does without it. `within`: bytes that the transient peak should fit. While it does not, the
+    piece that it is in takes the order that needs less; once that one has it, no other piece's order could help.
     """
     step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
@@ -124,74 +105,33 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, tight: b
         parts = [one_piece(step)]
     else:
         parts = pieces(step)
-    settings = compat_inductor.settings()
     names: dict[Any, str] = {}
-    bound: dict[str, _Compiled] = {}
-    called, new = [], {}
-    on_cpu = _on_cpu(step)
+    distinct: dict[str, Piece] = {}
     for part in parts:
-        name = names.setdefault(part.key or part, f"piece_{len(names)}")
-        called.append(name)
-        if name not in bound:
-            key = (part.key, f"{tight} {settings}")
-            if key not in _cache:
-                new[name] = key
-                store_between(part.graph)
-                store_before_updates(part.graph)
-            bound[name] = _cache.get(key) or _compiled(part, on_cpu, later, tight)
-    _cache.update((key, bound[name]) for name, key in new.items() if key[0] is not None)
-
-    def finish() -> None:
-        try:
-            for piece in bound.values():
-                piece.kernels.begin()
-            for piece in bound.values():
-                piece.kernels.finish()
-        except BaseException:  # what has no kernels may not be used again
-            for key in [key for key, piece in _cache.items() if piece in bound.values()]:
-                del _cache[key]
-            raise
-
-    if not later:
-        finish()
+        distinct.setdefault(names.setdefault(part.key or part, f"piece_{len(names)}"), part)
+    called = [names[part.key or part] for part in parts]
+    made = Pieces(distinct, _on_cpu(step), begin=not later)
     text, objects = source(step, list(zip(called, parts)))
-    run = _load(text, {**objects, **{name: c.run for name, c in bound.items()}})
     values = [n.meta["val"] for n in step.placeholders]
 
-    def peak() -> int:
-        branches = {branch for c in bound.values() for branch in compat_dry_run.branches(c.source)}
-        dry = [{name: compat_dry_run.dry_call(c.source, b) for name, c in bound.items()} for b in branches]
-        return max(_dry_peak(text, {**objects, **calls}, values) for calls in dry)
+    def peak() -> _Peak:
+        sources = {name: c.source for name, c in made.bound.items()}
+        branches = {branch for each in sources.values() for branch in compat_dry_run.branches(each)}
+        return max(_dry_peak(text, objects, {name: compat_dry_run.dry_call(each, branch)
+                                             for name, each in sources.items()}, values) for branch in branches)
 
-    return Lowered(run, text, tuple(called), tuple(new), peak, finish)
+    while within is not None and (highest := peak()).bytes > within and made.reorder(highest.piece):
+        pass
+    if not later:
+        made.finish()
+    run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
+    return Lowered(run, text, tuple(called), tuple(made.new), lambda: peak().bytes, made.finish)
 
 
 def predicted_transient_peak(lowered: Lowered) -> int:
     """Bytes beyond the inputs at the worst moment of a run, by a dry run of the program on
     fake tensors: Inductor's own allocations, reuses and deletions without its kernels."""
     return lowered.transient_peak_bytes()
-
-
-def _compiled(part: Piece, on_cpu: bool, later: bool, tight: bool) -> _Compiled:
-    """The piece as Inductor makes it. If it is to be `tight`, in the schedule's order too, and the one that needs less.
-
-    Inductor puts every operator right before its first reader. Gradients of weights that a piece hands on, to be
-    added up over micro-batches, thus come last, and two activations are held for each. It has an order for the peak,
-    too, that goes by what is best for the next operator, and mostly makes up for that: but where activations are
-    computed again, several layers' may then be alive at once. In the schedule's order more loops become one, and what
-    these read is held for longer.
-    """
-    # (Without calls of a library, or with one, there is little to order.)
-    orders = (False, True) if tight and sum(map(is_call, part.graph.nodes)) > 1 else (False,)
-    given = [(n.name, n.meta["val"]) for n in part.graph.find_nodes(op="placeholder")]
-    found = []
-    for in_order in orders:
-        kernels = compat_inductor.Kernels()
-        # Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later.
-        begin = not (later or tight)
-        with kernels.put_off(begin=begin) if on_cpu else contextlib.nullcontext():
-            found.append(_Compiled(*compat_inductor.compile_graph(part.module(), in_order=in_order), kernels))
-    return min(found, key=lambda each: _piece_peak(each.source, given)) if len(found) > 1 else found[0]
 
 
 def _on_cpu(step: StepGraph) -> bool:
@@ -287,42 +227,28 @@ def _load(text: str, objects: dict[str, Any]) -> Callable[[list], tuple]:
 # ------------------------------------------------------------------------ predicted peak
 
 
-def _dry_peak(text: str, objects: dict[str, Any], values: list[Any]) -> int:
+class _Peak(NamedTuple):
+    bytes: int
+    piece: str  # the one that ran
+
+
+def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], values: list[Any]) -> _Peak:
     """The most bytes that a run of the program on fake tensors of these sizes has allocated."""
+    highest = _Peak(0, "")
+
+    def noting(name: str) -> Callable:
+        def run(given: list) -> Any:
+            nonlocal highest
+            results = calls[name](given)
+            if seen.peak_bytes > highest.bytes:
+                highest = _Peak(seen.peak_bytes, name)
+            return results
+
+        return run
+
     with compat_dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        inputs = [_stand_in(v) for v in values]
-        run = _load(text, objects)
-        with compat_dry_run.AllocationWatch(inputs, library_workspace, NO_MEMORY) as watch:
+        inputs = [stand_in(v) for v in values]
+        run = _load(text, {**objects, **{name: noting(name) for name in calls}})
+        with watch(inputs) as seen:
             run(list(inputs))
-    return watch.peak_bytes
-
-
-def _piece_peak(source: str, given: list[tuple[str, Any]]) -> int:
-    """The most bytes that one call of a piece has made or holds of what it is `given`, by name, to be freed."""
-    peaks = []
-    for branch in compat_dry_run.branches(source):
-        with compat_dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            kept = {name: _stand_in(value) for name, value in given if name.startswith(OWNED)}
-            with compat_dry_run.AllocationWatch(list(kept.values()), library_workspace, NO_MEMORY) as watch:
-                call = compat_dry_run.dry_call(source, branch)
-                call([kept[name] if name in kept else _stand_in(value) for name, value in given])
-        peaks.append(watch.peak_bytes)
-    return max(peaks)
-
-
-def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    called = is_library(target) or compat_kernels.falls_back(target) or target in BY_MASK
-    return workspace_bytes(target, args, kwargs) if called else 0
-
-
-def _stand_in(value: Any) -> Any:
-    """A fake tensor like `value`, with numbers for symbolic sizes."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided([_number(n) for n in value.shape],
-                                   [_number(n) for n in value.stride()],
-                                   dtype=value.dtype, device=value.device)
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
+    return highest._replace(bytes=seen.peak_bytes)

@@ -180,10 +180,11 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
     """A boxed callable, and the bytes of its peak."""
     if record.lowering == "eager":
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
-    held = record.options.memory_budget is not None
+    limit, resident = record.budget_bytes, resident_bytes(step)
     # With a budget this may be one try of several: kernels are for the one that is taken.
-    lowered = inductor.lower(step, whole=not record.options.pieces, later=held or nothing_runs(), tight=held)
-    return lowered, resident_bytes(step) + inductor.predicted_transient_peak(lowered)
+    lowered = inductor.lower(step, whole=not record.options.pieces, later=limit is not None or nothing_runs(),
+                             within=None if limit is None else limit - resident)
+    return lowered, resident + inductor.predicted_transient_peak(lowered)
 
 
 def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> Program | None:
@@ -230,7 +231,8 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
     if record.exact is None:
         options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
-                            before=record.before, heads=record.heads, arena=record.arena)
+                            before=record.before, heads=record.heads, arena=record.arena,
+                            budget_bytes=record.budget_bytes)
         limit = record.budget_bytes or 0
         program = _within(limit, captured, exact)
         _finish(program)

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_dry_run
+from memopt_compile import compat_dry_run, compiled_pieces
 from memopt_compile.backends import eager, inductor
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
@@ -138,7 +138,7 @@ def test_one_big_graph_by_an_option():
 
 
 def test_forget_compiles_anew(four, monkeypatch):
-    monkeypatch.setattr(inductor, "_cache", dict(inductor._cache))
+    monkeypatch.setattr(compiled_pieces, "_cache", dict(compiled_pieces._cache))
     monkeypatch.setattr(inductor.compat_inductor, "compile_graph", lambda module, in_order: (None, ""))
     inductor.forget()
     assert len(inductor.lower(four[0]).compiled) == four[1].distinct
@@ -260,7 +260,7 @@ def test_a_tight_program_has_the_order_that_needs_less(forward):
     given = [torch.randn(size, dtype=torch.float64) for size in ((256, 8), *((8, 8), (8, 32), (32, 8)) * 3)]
     step_of = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")
     with inductor_config.patch(force_disable_caches=True):
-        plain, tight = (inductor.lower(StepGraph(step_of(*given), ()), tight=tight) for tight in (False, True))
+        plain, tight = (inductor.lower(StepGraph(step_of(*given), ()), within=limit) for limit in (None, 0))
     peaks = [lowered.transient_peak_bytes() for lowered in (plain, tight)]
     assert peaks[1] < 0.9 * peaks[0] if forward else peaks[1] == peaks[0]
     for got, expected in zip(tight(list(given)), step(*given)):
