@@ -29,6 +29,7 @@ from ..compiled_pieces import Pieces, forget_pieces, stand_in, watch
 from ..errors import OptionError
 from ..finiteness import not_looking
 from ..inlining import inlined
+from ..liveness import timeline
 from ..pieces import (
     Piece,
     can_cut,
@@ -86,12 +87,23 @@ class Lowered:
         return len(set(self.called))
 
 
-def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: int | None = None) -> Lowered:
+@dataclass(frozen=True, eq=False)
+class TooLarge:
+    """A program that has more than it may, which was seen before all of its pieces were lowered."""
+
+    least_bytes: int  # of the transient peak
+    lowered: Callable[[], Lowered]
+
+
+def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: int | None = None) -> Lowered | TooLarge:
     """Compile the step's pieces and the program that calls them.
 
     `later`: the C++ compiler, which takes most of the time, waits until `finish` is called: a program of which only
-    the peak is asked does without it. `within`: bytes that the transient peak should fit. While it does not, the
-    piece that it is in takes the order that needs less; once that one has it, no other piece's order could help.
+    the peak is asked does without it.
+
+    `within`: bytes for the transient peak; `finish` is then the caller's, for the program that is taken. The pieces
+    where the schedule has most alive are lowered first. While the peak is above, the piece that it is in takes the
+    order that needs less; once that one has it, no other piece's order could help, and the program is too large.
     """
     step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
@@ -106,26 +118,49 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
     else:
         parts = pieces(step)
     names: dict[Any, str] = {}
-    distinct: dict[str, Piece] = {}
-    for part in parts:
-        distinct.setdefault(names.setdefault(part.key or part, f"piece_{len(names)}"), part)
-    called = [names[part.key or part] for part in parts]
-    made = Pieces(distinct, _on_cpu(step), begin=not later)
+    called = [names.setdefault(part.key or part, f"piece_{len(names)}") for part in parts]
+    distinct = dict(zip(reversed(called), reversed(parts)))
+    made = Pieces(distinct, _on_cpu(step), begin=not later and within is None)
     text, objects = source(step, list(zip(called, parts)))
     values = [n.meta["val"] for n in step.placeholders]
 
     def peak() -> _Peak:
-        sources = {name: c.source for name, c in made.bound.items()}
-        branches = {branch for each in sources.values() for branch in compat_dry_run.branches(each)}
-        return max(_dry_peak(text, objects, {name: compat_dry_run.dry_call(each, branch)
-                                             for name, each in sources.items()}, values) for branch in branches)
+        return max(_dry_peak(text, objects, made.dry_calls(branch), values) for branch in made.branches)
 
-    while within is not None and (highest := peak()).bytes > within and made.reorder(highest.piece):
-        pass
-    if not later:
+    def fits() -> bool:
+        while within is not None and (highest := peak()).bytes > within:
+            if not made.reorder(highest.piece):
+                return False
+        return True
+
+    def program() -> Lowered:
+        for name in distinct:
+            made.lower(name)
+        fits()
+        run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
+        return Lowered(run, text, tuple(called), tuple(made.new), lambda: peak().bytes, made.finish)
+
+    if within is not None:
+        for name in _by_live_bytes(step, called, parts):
+            made.lower(name)
+            if not fits():
+                return TooLarge(peak().bytes, program)
+            if not later:
+                made.bound[name].kernels.begin()
+    lowered = program()
+    if within is None and not later:
         made.finish()
-    run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
-    return Lowered(run, text, tuple(called), tuple(made.new), lambda: peak().bytes, made.finish)
+    return lowered
+
+
+def _by_live_bytes(step: StepGraph, called: list[str], parts: list[Piece]) -> list[str]:
+    """Names of the pieces, those first in which the schedule has most alive."""
+    begin, most = {part.first: name for name, part in zip(called, parts)}, dict.fromkeys(called, 0)
+    name = called[0]
+    for point in timeline(step).points:
+        name = begin.get(point.node, name)
+        most[name] = max(most[name], point.live_bytes)
+    return sorted(most, key=most.__getitem__, reverse=True)
 
 
 def predicted_transient_peak(lowered: Lowered) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["AllocationWatch", "FakeTensorMode", "dry_call"]
 
 
+@functools.lru_cache(maxsize=256)
 def branches(source: str) -> tuple[bool, ...]:
     """What `dry_call` can be told of conditions: between them these runs take each branch of ``torch.cond``."""
     return (True, False) if any(isinstance(n, ast.If) and n.orelse for n in ast.walk(ast.parse(source))) else (True,)
 
 
+@functools.lru_cache(maxsize=256)  # a program is run once for each piece that is lowered
 def dry_call(source: str, branch: bool = True) -> Callable[[list], Any]:
     """The wrapper in `source` as a function that allocates and frees as it does, and computes
     nothing.

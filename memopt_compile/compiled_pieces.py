@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from . import compat_dry_run, compat_inductor, compat_kernels
 from .collectives import GATHER_INTO, GATHERS_INTO, WAIT
@@ -46,30 +46,44 @@ def forget_pieces() -> None:
 
 
 class Pieces:
-    """The distinct pieces of one program, by name, in Inductor's order within each until `reorder` is called.
+    """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's order within
+    each until `reorder` is called, and ``new`` the names of those that were not compiled before.
 
-    `begin`: the C++ compiler works on a piece while the next is lowered, else it waits for `finish`, which comes
-    before the first call. ``new`` are the names of those that were not compiled before.
+    `begin`: the C++ compiler works on a piece while it is still lowered. Else it waits for `begin` or `finish`; `finish`
+    comes before the first call.
     """
 
     def __init__(self, parts: Mapping[str, Piece], on_cpu: bool, begin: bool) -> None:
-        self.parts, self.on_cpu, self.begin = parts, on_cpu, begin
-        self.stored: set[str] = set()
+        self.parts, self.on_cpu, self.at_once = parts, on_cpu, begin
+        self.bound: dict[str, Compiled] = {}
         self.new: list[str] = []
-        self.bound = {name: self._compiled(name, in_order=False) for name in parts}
-        self.reordered: set[str] = set()
+        self._stored: set[str] = set()
+        self._reordered: set[str] = set()
+
+    def lower(self, name: str) -> None:
+        if name not in self.bound:
+            self.bound[name] = self._compiled(name, in_order=False)
 
     def reorder(self, name: str) -> bool:
-        """Take the order within a piece that needs less; False if that was done before, or there is little to order."""
+        """Take the order within a piece that needs less; False where that is the one it has, or it is not lowered yet."""
         part = self.parts[name]
-        if name in self.reordered or sum(map(is_call, part.graph.nodes)) <= 1:
-            return False
-        self.reordered.add(name)
+        if name not in self.bound or name in self._reordered or sum(map(is_call, part.graph.nodes)) <= 1:
+            return False  # (Without calls of a library, or with one, there is little to order.)
+        self._reordered.add(name)
         given = [(n.name, n.meta["val"]) for n in part.graph.find_nodes(op="placeholder")]
         other = self._compiled(name, in_order=True)
         if fewer := _peak_bytes(other.source, given) < _peak_bytes(self.bound[name].source, given):
             self.bound[name] = other
         return fewer
+
+    def dry_calls(self, branch: bool) -> dict[str, Callable[[list], Any]]:
+        """What stands for each piece in a dry run. One that is not lowered yet has made nothing but its results."""
+        return {name: compat_dry_run.dry_call(self.bound[name].source, branch) if name in self.bound else _results_of(part)
+                for name, part in self.parts.items()}
+
+    @property
+    def branches(self) -> set[bool]:
+        return {branch for each in self.bound.values() for branch in compat_dry_run.branches(each.source)} or {True}
 
     def finish(self) -> None:
         try:
@@ -87,19 +101,29 @@ class Pieces:
         key = (part.key, in_order, str(compat_inductor.settings()))
         if key in _cache:
             return _cache[key]
-        if name not in self.stored:
+        if name not in self._stored:
             store_between(part.graph)
             store_before_updates(part.graph)
-            self.stored.add(name)
+            self._stored.add(name)
         if name not in self.new:
             self.new.append(name)
         kernels = compat_inductor.Kernels()
         # Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later.
-        with kernels.put_off(begin=self.begin) if self.on_cpu else contextlib.nullcontext():
+        with kernels.put_off(begin=self.at_once) if self.on_cpu else contextlib.nullcontext():
             compiled = Compiled(*compat_inductor.compile_graph(part.module(), in_order=in_order), kernels)
         if part.key is not None:
             _cache[key] = compiled
         return compiled
+
+
+def _results_of(part: Piece) -> Callable[[list], list]:
+    results = part.graph.output_node().args[0]
+
+    def run(given: list) -> list:
+        given.clear()
+        return [stand_in(n.meta["val"]) if isinstance(n, fx.Node) else n for n in results]
+
+    return run
 
 
 def watch(inputs: list[Any]) -> compat_dry_run.AllocationWatch:

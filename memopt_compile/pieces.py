@@ -16,9 +16,10 @@ Rules:
    seed in the table would make equal layers different. So are results read as Python numbers,
    and slices of inputs that nothing writes (the micro-batches of a batch): their offsets would
    make equal micro-batches different, and nobody can tell such a view from a copy.
-5. A step with symbolic sizes, Python numbers inside, operators that hold subgraphs, or writes
-   into anything but inputs is one piece (`one_piece`): its values cannot be handed on as
-   tensors that stay what they are.
+5. A step with symbolic sizes among its inputs or results, Python numbers inside, operators that hold
+   subgraphs, or writes into anything but inputs is one piece (`one_piece`): its values cannot be handed on
+   as tensors that stay what they are. Of sizes that only the data tell there may be some within a piece:
+   no cut comes between what makes such a size and the last that reads a value of it.
 6. Collectives and their readers are in one piece: a result on its way is not handed over.
 7. Where the step may be taken back (`finiteness`) or a copy between host and device begins or has to
    be over (`transfers`) there is a cut, and the program does that.
@@ -132,10 +133,10 @@ def can_cut(step: StepGraph) -> bool:
             value = constant(step, node) if node.op == "get_attr" else node.meta.get("val")
             if not isinstance(value, Tensor) or _symbolic(value):
                 return False
-        elif (not isinstance(node.target, _OPERATOR) and node.target is not operator.getitem
-              or _symbolic(node.meta.get("val"))):
+        elif not (isinstance(node.target, _OPERATOR) or node.target is operator.getitem or _is_size(node)):
             return False
-    return True
+    nodes = body(step) if any(map(_has_sizes, step.graph.nodes)) else []
+    return not (any(map(_has_sizes, program_reads(step))) or set(_forced(step, nodes)) & set(_together(nodes)))
 
 
 def constant(step: StepGraph, node: fx.Node) -> Any:
@@ -144,6 +145,15 @@ def constant(step: StepGraph, node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether `node` is computed and has, or is, a size that only the data tell."""
+    return node.op == "call_function" and str(node.target) != _ITEM and _symbolic(node.meta.get("val"))
 
 
 def _symbolic(value: Any) -> bool:
@@ -186,10 +196,19 @@ def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
     def crossing(span: int) -> np.ndarray:
         return _crossing(len(nodes), reads, sizes, span)
 
-    # No cut from the first collective to the last reader of one (rule 6).
+    return sorted(set(_cuts(labels, crossing, 0, len(nodes))).difference((0, len(nodes)), _together(nodes)))
+
+
+def _together(nodes: Sequence[fx.Node]) -> Iterable[int]:
+    """Positions in `nodes` at which no cut may be."""
+    # From the first collective to the last reader of one (rule 6).
     whole = [i for i, n in enumerate(nodes) if any(map(is_collective, (n, *sources(n))))]
-    uncut = range(whole[0] + 1, whole[-1] + 1) if whole else ()
-    return sorted(set(_cuts(labels, crossing, 0, len(nodes))).difference((0, len(nodes)), uncut))
+    if whole:
+        yield from range(whole[0] + 1, whole[-1] + 1)
+    place = {n: i for i, n in enumerate(nodes)}
+    for reader, i in place.items():  # rule 5
+        for source in filter(_has_sizes, sources(reader)):
+            yield from range(place[source.args[0] if is_item(source) else source] + 1, i + 1)
 
 
 def label(node: fx.Node) -> str:
@@ -258,14 +277,18 @@ def pieces(step: StepGraph) -> list[Piece]:
     own operators and results, still read."""
     mark_slices(step)
     nodes = body(step)
-    ahead = itertools.accumulate(map(set(nodes).__contains__, step.graph.nodes))
-    forced = [i for i, n in zip(ahead, step.graph.nodes) if in_its_place(n)]  # rule 7
-    points = sorted({0, *cut_points(nodes), *forced, len(nodes)})
+    points = sorted({0, *cut_points(nodes), *_forced(step, nodes), len(nodes)})
     stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
     drafts = [_draft(stretch) for stretch in stretches]
     wanted = {n for inputs, _ in drafts for n in inputs} | program_reads(step)
     return [_finish(graph, inputs, [(n, made[n]) for n in made if n in wanted], stretch[0])
             for stretch, (inputs, (graph, made)) in zip(stretches, drafts)]
+
+
+def _forced(step: StepGraph, nodes: list[fx.Node]) -> list[int]:
+    """Positions in `nodes` at which there has to be a cut (rule 7)."""
+    ahead = itertools.accumulate(map(set(nodes).__contains__, step.graph.nodes))
+    return [i for i, n in zip(ahead, step.graph.nodes) if in_its_place(n)]
 
 
 def program_reads(step: StepGraph) -> set[fx.Node]:
@@ -282,7 +305,8 @@ def one_piece(step: StepGraph) -> Piece:
         env[node].meta = dict(node.meta)
     results = graph.graph_copy(step.graph, env)
     graph.output(tuple(results))
-    key = None if not can_cut(step) or step.graph.find_nodes(op="get_attr") else _key(graph)
+    keyed = can_cut(step) and not step.graph.find_nodes(op="get_attr") and not any(map(_has_sizes, graph.nodes))
+    key = _key(graph) if keyed else None
     return Piece(graph, tuple(step.placeholders), tuple(step.graph.output_node().args[0]), key,
                  next(iter(step.computing()), None), step.module)
 
@@ -342,7 +366,8 @@ def _handed(node: fx.Node) -> Any:
 def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, fx.Node]],
             first: fx.Node) -> Piece:
     graph.output(tuple(inner for _, inner in handed))
-    return Piece(graph, tuple(inputs), tuple(n for n, _ in handed), _key(graph), first)
+    key = None if any(map(_has_sizes, graph.nodes)) else _key(graph)  # what is known of a size is not in the key
+    return Piece(graph, tuple(inputs), tuple(n for n, _ in handed), key, first)
 
 
 # ------------------------------------------------------------------------ equal pieces

@@ -116,7 +116,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
     def down(limit: int) -> int:
         return limit - (limit - resident) % rung
 
-    smallest: tuple[Program, StepGraph, Timeline, tuple] | None = None
+    tried: list[tuple[Program, StepGraph, Timeline, tuple]] = []
     if record.lowering == "eager":  # it runs what is planned
         above, highest = 0, limit
         planned = limit
@@ -128,8 +128,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         program = _program(captured, record, planned, formats)
         if program.peak_bytes <= limit:
             return program
-        if smallest is None or program.peak_bytes < smallest[0].peak_bytes:
-            smallest = program, record.step, record.after, record.passes
+        tried.append((program, record.step, record.after, record.passes))
         if planned <= highest and not (program.plan.fits if program.plan else record.after.peak_bytes <= planned):
             break  # no plan has less
         excess = program.peak_bytes - limit
@@ -137,9 +136,22 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)
         lower = min(planned, record.after.peak_bytes) - max(1, excess - above - NEAR * rung)
         planned = min(highest, down(lower)) if attempt < TRIES - 1 else resident
-    program, record.step, record.after, record.passes = smallest
+    program, record.step, record.after, record.passes = _smallest(tried)
     record.predicted_peak_bytes = program.peak_bytes
     return program
+
+
+def _smallest(tried: list[tuple[Program, StepGraph, Timeline, tuple]]) -> tuple[Program, StepGraph, Timeline, tuple]:
+    """The one of these with the smallest peak, lowered whole: where only a part was, the peak is at least what is known."""
+    while True:
+        i, (program, step, *more) = min(enumerate(tried), key=lambda each: each[1][0].peak_bytes)
+        parts = {name: part for name in ("run", "watching") if isinstance(
+            part := getattr(program, name), inductor.TooLarge)}
+        if not parts:
+            return tried[i]
+        whole = {name: part.lowered() for name, part in parts.items()}
+        peaks = [resident_bytes(step) + inductor.predicted_transient_peak(lowered) for lowered in whole.values()]
+        tried[i] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more
 
 
 def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> int:
@@ -167,7 +179,7 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
         check_metadata(step)
     run, peak = _lowered(step, record)
     program = Program(run, step.plan, peak)
-    if step.plan and watch.watched:
+    if step.plan and watch.watched and not isinstance(run, inductor.TooLarge):
         pipelines.run(watch.step, pipelines.behind_compression(
             record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
         watching, with_counts = _lowered(watch.step, record)
@@ -176,15 +188,16 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
     return program
 
 
-def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable, int]:
-    """A boxed callable, and the bytes of its peak."""
+def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable | inductor.TooLarge, int]:
+    """A boxed callable, and the bytes of its peak; or what is known of a program that is over the budget."""
     if record.lowering == "eager":
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
     limit, resident = record.budget_bytes, resident_bytes(step)
     # With a budget this may be one try of several: kernels are for the one that is taken.
-    lowered = inductor.lower(step, whole=not record.options.pieces, later=limit is not None or nothing_runs(),
+    lowered = inductor.lower(step, whole=not record.options.pieces, later=nothing_runs(),
                              within=None if limit is None else limit - resident)
-    return lowered, resident + inductor.predicted_transient_peak(lowered)
+    known = lowered.least_bytes if isinstance(lowered, inductor.TooLarge) else inductor.predicted_transient_peak(lowered)
+    return lowered, resident + known
 
 
 def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> Program | None:

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_dry_run, compiled_pieces
+from memopt_compile import compat_dry_run, compat_inductor, compiled_pieces
 from memopt_compile.backends import eager, inductor
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
@@ -260,11 +260,26 @@ def test_a_tight_program_has_the_order_that_needs_less(forward):
     given = [torch.randn(size, dtype=torch.float64) for size in ((256, 8), *((8, 8), (8, 32), (32, 8)) * 3)]
     step_of = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")
     with inductor_config.patch(force_disable_caches=True):
-        plain, tight = (inductor.lower(StepGraph(step_of(*given), ()), within=limit) for limit in (None, 0))
-    peaks = [lowered.transient_peak_bytes() for lowered in (plain, tight)]
-    assert peaks[1] < 0.9 * peaks[0] if forward else peaks[1] == peaks[0]
+        plain, too_large = (inductor.lower(StepGraph(step_of(*given), ()), within=limit) for limit in (None, 0))
+        tight = too_large.lowered()
+        peaks = [lowered.transient_peak_bytes() for lowered in (plain, tight)]
+        assert peaks[1] < 0.9 * peaks[0] if forward else peaks[1] == peaks[0]
+        assert too_large.least_bytes <= peaks[1]
+        for limit, peak in ((peaks[0], peaks[0]), (peaks[1], peaks[1])):  # no second order where the first fits
+            fitting = inductor.lower(StepGraph(step_of(*given), ()), within=limit, later=True)
+            assert fitting.transient_peak_bytes() == peak
+    tight.finish()
     for got, expected in zip(tight(list(given)), step(*given)):
         torch.testing.assert_close(got, expected)
+
+
+def test_a_program_that_is_too_large_is_seen_in_its_largest_piece(four):
+    peak = inductor.predicted_transient_peak(four[1])
+    inductor.forget()
+    with mock.patch.object(compat_inductor, "compile_graph", wraps=compat_inductor.compile_graph) as lowering:
+        too_large = inductor.lower(four[0], within=peak // 2, later=True)
+        assert peak // 2 < too_large.least_bytes <= peak and lowering.call_count < four[1].distinct
+        assert too_large.lowered().transient_peak_bytes() <= peak
 
 
 def test_a_program_of_which_only_the_peak_is_asked_needs_no_compiler(four, monkeypatch):

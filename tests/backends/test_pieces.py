@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from memopt_compile.pieces import (
     body,
@@ -138,6 +140,43 @@ def test_symbolic_sizes_make_one_piece():
     step = StepGraph(module, ())
     assert not can_cut(step)
     assert one_piece(step).key is None
+
+
+def with_sizes(function) -> StepGraph:
+    """The trace of a function of eight rows and which of them to keep."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        given = torch.randn(8, 3), torch.ones(8, dtype=torch.bool)
+        return StepGraph(make_fx(lambda *values: (function(*values),), tracing_mode="real")(*given), ())
+
+
+def test_a_size_that_only_the_data_tell_stays_within_a_piece():
+    def step(x: Tensor, keep: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x.sin()
+        kept = x[keep].cos()
+        for _ in range(60):
+            x = x.sin()
+        return x.index_put((keep,), kept * 2)
+
+    def longer(x: Tensor, keep: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x.sin()
+        x = x.index_put((keep,), x[keep].cos())
+        for _ in range(60):
+            x = x.sin()
+        return x
+
+    for function, count in (step, 2), (longer, 3):
+        graph = with_sizes(function)
+        parts = pieces(graph)
+        assert can_cut(graph) and len(parts) >= count
+        assert len([part for part in parts if part.key is None]) == 1
+        assert all(isinstance(n, int) for part in parts for value in (*part.inputs, *part.outputs)
+                   for n in value.meta["val"].shape)
+
+
+def test_a_size_that_only_the_data_tell_is_handed_to_nobody():
+    assert not can_cut(with_sizes(lambda x, keep: x.sin()[keep]))
 
 
 def test_micro_batches_share_their_pieces():
