@@ -67,6 +67,13 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     return result
 
 
+def refuse_nested(tx: Any) -> None:
+    """AOTAutograd cannot trace a derivative of a nested tensor whose sizes are symbols, as they always are."""
+    if any(getattr(node.meta.get("example_value"), "is_nested", False) for node in tx.output.graph.nodes):
+        compat_breaks.break_graph("backward() in a step with nested tensors", "torch cannot trace their derivatives into "
+                                  "the step's graph", "pad them: nested.to_padded_tensor(0.0)")
+
+
 def refuse_hooks(tx: Any, inputs: Any) -> None:
     """A derivative for `inputs` is traced only where no gradient hook would run outside of the graph.
 

@@ -206,6 +206,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     kwargs |= zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"),
                   args)
     outputs, inputs = kwargs.pop("outputs"), compat_dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
+    backward_capture.refuse_nested(tx)
     backward_capture.refuse_hooks(tx, compat_dynamo.tensors_in(inputs))
     single, *others = compat_dynamo.tensors_in(outputs) or [None]
     number = single is not None and not others and compat.fake_value(single).numel() == 1
@@ -373,7 +374,7 @@ def scope(step: Any, code: Any, options: Any = None,
     except compat_breaks.LEFT as error:
         if _notes.backwards:
             telling.tell_of_break(_notes, error)
-        elif not _notes.resumed:
+        elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
         if compat_breaks.is_recompile_limit(error) and not _notes.resumed:
             _notes.left = True

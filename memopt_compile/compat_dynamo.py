@@ -17,7 +17,9 @@ from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.exc import UserError
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -32,6 +34,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -50,6 +53,8 @@ SetAttr = getattr(builtin, "SetAttrBuiltinVariable", None)  # 2.13
 IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
                       operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
                       operator.ixor, operator.ilshift, operator.irshift})
+
+GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
@@ -140,6 +145,15 @@ def _tracked(original: Callable, self: Any, value: Any) -> Any:
     if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
         return self.tx.output.side_effects.track_object_existing(value, result)
     return result
+
+
+def _call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A module's call, guarded on the hooks of all modules: Dynamo asks whether there are any, and guards the module's
+    own only."""
+    hooks = tx.import_source("torch.nn.modules.module")
+    for name in GLOBAL_HOOKS:
+        install_guard(AttrSource(hooks, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
+    return original(self, tx, args, kwargs)
 
 
 def _asks_for_gradients(tensor: Any, name: Any, value: Any) -> bool:
@@ -330,6 +344,8 @@ def tracing_scope(
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
+                            skip_nnmodule_hook_guards=False,  # a hook that a module gets later has to be noticed
+                            use_numpy_random_stream=True,  # a graph would draw torch's numbers in place of NumPy's
                             capture_dynamic_output_shape_ops=True,  # or not: `compat_breaks.restart_without_data_sizes`
                             allow_unspec_int_on_nn_module=True,  # a counter there is no constant, once it has changed
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
@@ -349,6 +365,7 @@ def tracing_scope(
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
+        replaced(UnspecializedNNModuleVariable, "call_function", _call_module),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
         *([replaced(output_graph.OutputGraph, check, check_leaves)] if check in vars(output_graph.OutputGraph) else []),

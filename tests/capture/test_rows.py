@@ -30,8 +30,9 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, u
 
 # Steps that alternate between two shapes of work need a graph for each, and one more when the
 # optimizer's state has grown by the parameters that the first call did not use. torch takes a count of 0 or 1 for a constant.
-CHANGED = ("weights_loaded_in_place_of_the_old", "weight_replaced", "weights_tied_in_the_middle",
-           "optimizer_of_other_parameters")
+CHANGED = ("module_hook_in_some_steps", "hook_of_all_modules_in_some_steps",
+           "weights_loaded_in_place_of_the_old", "weight_replaced",
+           "weights_tied_in_the_middle", "optimizer_of_other_parameters")
 COUNTED = {"optimizer_that_counts": 4, **dict.fromkeys(("window_of_losses", "means_of_losses", "lookahead"), 3)}
 GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4, "two_compiled_steps": 4,
           **COUNTED, **dict.fromkeys(CHANGED, 4)}
