@@ -105,6 +105,8 @@ def break_reason(error: Any) -> tuple[str, str]:
     if raised := re.search(r"Observed exception.*raised exception (.+?)$", str(error), re.DOTALL | re.MULTILINE):
         return (f"the trace comes to an error, {raised[1].strip()}",
                 "see whether eager raises it too; if not, take that line out of the step")
+    if str(error).startswith("attempted to trace torch._numpy.random"):
+        return "NumPy draws random numbers", "draw them by torch, or outside of the step"
     if str(error).startswith("Module-level backwards hooks"):
         return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
     if "requires_grad" in str(error).split("\n")[0]:

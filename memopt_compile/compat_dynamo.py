@@ -17,12 +17,11 @@ from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.exc import UserError
-from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
+    TensorifyState,
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
@@ -41,7 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_lists, compat_numbers
+from . import compat_guards, compat_lists, compat_numbers
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -53,8 +52,6 @@ SetAttr = getattr(builtin, "SetAttrBuiltinVariable", None)  # 2.13
 IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
                       operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
                       operator.ixor, operator.ilshift, operator.irshift})
-
-GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
@@ -145,15 +142,6 @@ def _tracked(original: Callable, self: Any, value: Any) -> Any:
     if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
         return self.tx.output.side_effects.track_object_existing(value, result)
     return result
-
-
-def _call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A module's call, guarded on the hooks of all modules: Dynamo asks whether there are any, and guards the module's
-    own only."""
-    hooks = tx.import_source("torch.nn.modules.module")
-    for name in GLOBAL_HOOKS:
-        install_guard(AttrSource(hooks, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
-    return original(self, tx, args, kwargs)
 
 
 def _asks_for_gradients(tensor: Any, name: Any, value: Any) -> bool:
@@ -287,6 +275,8 @@ def tracing_scope(
             # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
             with mock.patch.object(state, "torch_function_mode_enabled", False):
                 return original(self, tx, name, args, kwargs)
+        if result := compat_numbers.drawn(tx, self, name, args, kwargs):
+            return result
         name, args, kwargs = compat_numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return compat_numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
@@ -365,7 +355,7 @@ def tracing_scope(
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
-        replaced(UnspecializedNNModuleVariable, "call_function", _call_module),
+        replaced(UnspecializedNNModuleVariable, "call_function", compat_guards.call_module),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
         *([replaced(output_graph.OutputGraph, check, check_leaves)] if check in vars(output_graph.OutputGraph) else []),
@@ -392,6 +382,7 @@ def tracing_scope(
                                    torch._check_tensor_all: traced(_check_tensor_all),
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
     )
+    TensorifyState.clear()  # which numbers earlier frames had no use for: names are used again
     with contextlib.ExitStack() as stack:  # more than Python nests blocks
         for each in patches:
             stack.enter_context(each)

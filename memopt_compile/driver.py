@@ -119,7 +119,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
 
 def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable[[Callable], Callable] | None:
     """Have a step's graph return what Python reads numbers off; see `read_later`."""
-    if not notes.reads:
+    if not notes.reads and kind == "model":
         return None
     try:
         if kind == "model":

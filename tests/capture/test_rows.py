@@ -41,7 +41,7 @@ GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4, "two_compil
 UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4,
          "group_added_in_the_middle": 5, **COUNTED, **dict.fromkeys(CHANGED, 4)}
 if torch.__version__ < "2.12":  # which makes a constant of a number that the step reads in formulas only
-    UNTIL["numbers_given_to_the_step"], GRAPHS["numbers_given_to_the_step"] = STEPS, STEPS + 1
+    UNTIL["numbers_given_to_the_step"], GRAPHS["numbers_given_to_the_step"] = STEPS, 2 * STEPS  # each traced twice
 # Of steps that make a leaf of their own, which ends a graph before torch 2.13: those whose forward is behind it, and whole.
 AHEAD = ("gradient_penalty", "attack_in_place", "attack_with_inputs_named")
 
