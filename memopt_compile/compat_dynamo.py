@@ -31,6 +31,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -263,6 +264,8 @@ def tracing_scope(
             return ConstantVariable.create(None)
         if function is format and len(args) == 2 and compat_numbers.is_number(args[0]):
             return compat_numbers.text_of(args[0].realize(), args[1])
+        if function is operator.mod and (text := compat_numbers.percent_of(*args)):
+            return text
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
@@ -355,6 +358,7 @@ def tracing_scope(
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
+        replaced(CheckpointHigherOrderVariable, "_call_function", compat_guards.call_checkpoint),
         replaced(UnspecializedNNModuleVariable, "call_function", compat_guards.call_module),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),

@@ -1,4 +1,4 @@
-"""What decides what a step does, and Dynamo does not guard. Checked against torch 2.11 and 2.13."""
+"""What decides what a step does, and Dynamo does not ask for. Checked against torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+
+from .compat import TensorVariable, constant_value, fake_value, traced_without_grad
 
 GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
@@ -18,3 +20,14 @@ def call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) 
     for name in GLOBAL_HOOKS:
         install_guard(AttrSource(hooks, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
     return original(self, tx, args, kwargs)
+
+
+def call_checkpoint(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A reentrant checkpoint none of whose tensors needs a gradient: eager gives none to the parameters in it either.
+    Dynamo takes every checkpoint for one that is not reentrant."""
+    reentrant = "use_reentrant" not in kwargs or constant_value(kwargs["use_reentrant"]) in ((True, True), (True, None))
+    given = [a.realize() for a in args[1:]]
+    if not reentrant or any(isinstance(a, TensorVariable) and fake_value(a).requires_grad for a in given):
+        return original(self, tx, args, kwargs)
+    with traced_without_grad(tx):
+        return args[0].call_function(tx, args[1:], {})

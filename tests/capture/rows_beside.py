@@ -1,4 +1,4 @@
-"""What acts on a step from beside it: hooks that come later, and generators of random numbers."""
+"""What acts on a step from beside it, or stays behind: hooks that come later, random numbers, statistics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loops import Loop, adamw, loop, mlp, ordinary, plain, row
+from loops import WIDTH, Loop, adamw, loop, mlp, ordinary, plain, row
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -118,3 +118,16 @@ def context_that_cannot_be_traced() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step)
+
+
+@row
+def batch_norm_of_all_batches() -> Loop:
+    """With ``momentum=None`` the share of a batch in the means is one by their number."""
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH, momentum=None), mlp())
+
+    def after(i):
+        model.train(i != 3)
+        if i == 4:
+            model[0].reset_running_stats()
+
+    return plain(model, after=after)

@@ -38,7 +38,7 @@ GRAPHS = {"unused_in_some_steps": 3, "group_added_in_the_middle": 4, "two_compil
           **COUNTED, **dict.fromkeys(CHANGED, 4)}
 # The second call finds the optimizer's state, and is the last that makes a graph, save where a later one is
 # the first of its kind: with a short batch, other parameters, another group.
-UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4,
+UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4, "batch_norm_of_all_batches": 5,
          "group_added_in_the_middle": 5, **COUNTED, **dict.fromkeys(CHANGED, 4)}
 if torch.__version__ < "2.12":  # which makes a constant of a number that the step reads in formulas only
     UNTIL["numbers_given_to_the_step"], GRAPHS["numbers_given_to_the_step"] = STEPS, 2 * STEPS  # each traced twice
