@@ -116,7 +116,7 @@ def _itself(leaf: Any, result: Any) -> Any:
     and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
     what becomes a leaf: ``d = torch.empty_like(x).uniform_().requires_grad_()`` would have no `d.grad`."""
     leaf = leaf and leaf.realize()
-    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable):
+    if isinstance(leaf, TensorVariable) and type(result) is type(leaf):  # an array of NumPy's is no tensor
         value = fake_value(leaf)
         if value is fake_value(result) and (leaf.source or not value._is_view()) and value.is_leaf and (
                 value.requires_grad == bool(leaf.source)):

@@ -44,6 +44,73 @@ def module_backward_hook_in_some_steps() -> Loop:
 
 
 @row
+def step_of_the_class_replaced_in_the_middle() -> Loop:
+    class Own(torch.optim.AdamW):
+        pass
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+        return torch.optim.AdamW.step(self, closure)
+
+    model = mlp()
+    opt = Own(model.parameters(), 0.02)
+
+    def after(i):
+        if i == 2:
+            Own.step = step
+        if i == 4:
+            opt.zero_grad = lambda: None
+
+    return plain(model, opt, after=after)
+
+
+@row
+def scheduler_attached_in_the_middle() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    schedulers = []
+
+    def after(i):
+        if i == 2:
+            schedulers.append(torch.optim.lr_scheduler.ExponentialLR(opt, 0.8))
+        for scheduler in schedulers:
+            scheduler.step()
+
+    return plain(model, opt, after=after)
+
+
+@ordinary
+def step_put_on_the_optimizer() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+    update = opt.step
+
+    def step():
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        return update()
+
+    opt.step = step
+    return plain(model, opt)
+
+
+@ordinary
+def hooks_on_saved_tensors() -> Loop:
+    """Of the caller: what they change, the gradient shows."""
+    def wrap(step, compile):
+        inner = compile(step)
+
+        def hooked(*args):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5 if t.is_floating_point() else t, lambda t: t):
+                return inner(*args)
+
+        return hooked
+
+    return plain(wrap=wrap)
+
+
+@row
 def random_numbers_of_numpy() -> Loop:
     """What is drawn comes from the generator that `np.random.seed` sets. The graph ends there, before the step has begun."""
     np.random.seed(0)
@@ -51,8 +118,8 @@ def random_numbers_of_numpy() -> Loop:
     opt = adamw(model)
 
     def step(x, y):
-        x = x + torch.from_numpy(0.1 * np.random.randn(*x.shape))
-        loss = F.cross_entropy(model(x.to(y.device)), y)
+        x = x + torch.from_numpy(0.1 * np.random.randn(*x.shape)).to(x)
+        loss = F.cross_entropy(model(x), y)
         loss.backward()
         opt.step()
         opt.zero_grad()
