@@ -36,7 +36,7 @@ from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
@@ -116,7 +116,8 @@ def _itself(leaf: Any, result: Any) -> Any:
     and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
     what becomes a leaf: ``d = torch.empty_like(x).uniform_().requires_grad_()`` would have no `d.grad`."""
     leaf = leaf and leaf.realize()
-    if isinstance(leaf, TensorVariable) and type(result) is type(leaf):  # an array of NumPy's is no tensor
+    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable) and not isinstance(
+            leaf, NumpyNdarrayVariable):
         value = fake_value(leaf)
         if value is fake_value(result) and (leaf.source or not value._is_view()) and value.is_leaf and (
                 value.requires_grad == bool(leaf.source)):
