@@ -279,6 +279,8 @@ def tracing_scope(
             # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
             with mock.patch.object(state, "torch_function_mode_enabled", False):
                 return original(self, tx, name, args, kwargs)
+        if name == "detach_" and not (fake_value(self).requires_grad or fake_value(self)._is_view()):
+            return self  # ``p.grad.detach_()`` of older code; Dynamo refuses it of what its caller has
         if result := compat_numbers.drawn(tx, self, name, args, kwargs):
             return result
         name, args, kwargs = compat_numbers.with_tensors(tx, self, name, args, kwargs)
