@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import compat, compat_breaks, compat_dynamo
+from . import compat, compat_breaks, compat_dynamo, compat_guards
 from .optim.gradients import keep_in_8_bits, round_gradient, rounds
 from .quantization.parameters import LowPrecisionTensor
 
@@ -67,6 +67,13 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
     return result
 
 
+def refuse_nested(tx: Any) -> None:
+    """AOTAutograd cannot trace a derivative of a nested tensor whose sizes are symbols, as they always are."""
+    if any(getattr(node.meta.get("example_value"), "is_nested", False) for node in tx.output.graph.nodes):
+        compat_breaks.break_graph("backward() in a step with nested tensors", "torch cannot trace their derivatives into "
+                                  "the step's graph", "pad them: nested.to_padded_tensor(0.0)")
+
+
 def refuse_hooks(tx: Any, inputs: Any) -> None:
     """A derivative for `inputs` is traced only where no gradient hook would run outside of the graph.
 
@@ -74,6 +81,10 @@ def refuse_hooks(tx: Any, inputs: Any) -> None:
     """
     if tx.output.side_effects.tensor_hooks:
         _refuse_hook()
+    sources = [variable.source for variable in inputs if variable.source is not None]
+    if sources and compat_guards.saved_tensors_are_hooked(sources[0]):
+        compat_breaks.break_graph("there are hooks on what autograd saves", "in the graph nothing is saved",
+                                  "take them away; a memory_budget does what save_on_cpu does")
     for variable in inputs:
         if variable.source is not None and compat.source_name(variable.source) not in _guarded(tx):
             _guard_hooks(tx, variable, lambda leaf: not leaf._backward_hooks)

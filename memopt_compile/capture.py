@@ -34,6 +34,7 @@ from . import (
     compat,
     compat_breaks,
     compat_dynamo,
+    compat_guards,
     folding,
     function_capture,
     loop_capture,
@@ -136,6 +137,8 @@ def _notes_of(tx: Any) -> Notes:
 
 def _optimizer_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
     optimizer = self.value
+    if name in ("step", "zero_grad"):
+        compat_guards.guard_methods(self)
     if name == "zero_grad" and "zero_grad" not in vars(optimizer):
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             return compat.UserMethodVariable(optimizer_capture.zero_grad, self)
@@ -153,18 +156,7 @@ def _traced_step(self: Any, tx: Any) -> Any:
     optimizer = self.value
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # never initialized, as of many a Lookahead: a plain method
         return compat.UserMethodVariable(type(optimizer).step, self)
-    if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
-        compat_breaks.break_graph(
-            f"{type(optimizer).__name__}.step cannot be captured",
-            "its update runs backward passes or is itself differentiated",
-            "use a first-order optimizer with differentiable=False to save memory here",
-        )
-    if any(p.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
-        compat_breaks.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
-                           "make it dense to save memory here")
-    if compat.global_optimizer_hooks():
-        compat_breaks.break_graph("global optimizer hooks", "they are not part of the step",
-                           "register the hook on the optimizer itself")
+    optimizer_capture.refuse(optimizer)
     notes = _noted(optimizer, tx)
     notes.refusal = notes.refusal or notes.folds and folding.refusal(optimizer) or None
     if hasattr(optimizer, "_opt_called") or "step" in vars(optimizer):
@@ -206,6 +198,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     kwargs |= zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"),
                   args)
     outputs, inputs = kwargs.pop("outputs"), compat_dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
+    backward_capture.refuse_nested(tx)
     backward_capture.refuse_hooks(tx, compat_dynamo.tensors_in(inputs))
     single, *others = compat_dynamo.tensors_in(outputs) or [None]
     number = single is not None and not others and compat.fake_value(single).numel() == 1
@@ -373,7 +366,7 @@ def scope(step: Any, code: Any, options: Any = None,
     except compat_breaks.LEFT as error:
         if _notes.backwards:
             telling.tell_of_break(_notes, error)
-        elif not _notes.resumed:
+        elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
         if compat_breaks.is_recompile_limit(error) and not _notes.resumed:
             _notes.left = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from typing import Any, NoReturn
 
 from torch._dynamo import config
@@ -13,6 +14,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 WITHOUT_SIZES = ("compute with all rows: torch.where, a product with the mask, ignore_index= of a loss; or decide "
                  "outside of the step")
+PYTHON = sysconfig.get_path("stdlib")
 LEFT = (Unsupported, SkipFrame)  # how Dynamo ends a frame that it leaves to Python
 
 
@@ -82,10 +84,10 @@ def is_ahead(output: Any, name: str) -> bool:
 
 
 def break_place(error: Any) -> tuple[str, int, str] | None:
-    """(file, line number, code) of the innermost line outside torch that ended a graph."""
+    """(file, line number, code) of the innermost line outside torch, and Python's own modules, that ended a graph."""
     stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
-    frames = [f for f in stack if f.filename and "/torch/" not in f.filename
-              and "/memopt_compile/" not in f.filename]
+    frames = [f for f in stack if f.filename and not any(part in f.filename for part in ("/torch/", "/memopt_compile/"))
+              and (not f.filename.startswith(PYTHON) or "site-packages" in f.filename)]
     return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None
 
 
@@ -103,6 +105,8 @@ def break_reason(error: Any) -> tuple[str, str]:
     if raised := re.search(r"Observed exception.*raised exception (.+?)$", str(error), re.DOTALL | re.MULTILINE):
         return (f"the trace comes to an error, {raised[1].strip()}",
                 "see whether eager raises it too; if not, take that line out of the step")
+    if str(error).startswith("attempted to trace torch._numpy.random"):
+        return "NumPy draws random numbers", "draw them by torch, or outside of the step"
     if str(error).startswith("Module-level backwards hooks"):
         return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
     if "requires_grad" in str(error).split("\n")[0]:

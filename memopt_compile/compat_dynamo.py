@@ -21,6 +21,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
+    TensorifyState,
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
@@ -30,15 +31,17 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_lists, compat_numbers
+from . import compat_guards, compat_lists, compat_numbers
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -113,7 +116,8 @@ def _itself(leaf: Any, result: Any) -> Any:
     and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
     what becomes a leaf: ``d = torch.empty_like(x).uniform_().requires_grad_()`` would have no `d.grad`."""
     leaf = leaf and leaf.realize()
-    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable):
+    if isinstance(leaf, TensorVariable) and isinstance(result, TensorVariable) and not isinstance(
+            leaf, NumpyNdarrayVariable):
         value = fake_value(leaf)
         if value is fake_value(result) and (leaf.source or not value._is_view()) and value.is_leaf and (
                 value.requires_grad == bool(leaf.source)):
@@ -261,6 +265,8 @@ def tracing_scope(
             return ConstantVariable.create(None)
         if function is format and len(args) == 2 and compat_numbers.is_number(args[0]):
             return compat_numbers.text_of(args[0].realize(), args[1])
+        if function is operator.mod and (text := compat_numbers.percent_of(*args)):
+            return text
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
@@ -273,6 +279,10 @@ def tracing_scope(
             # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
             with mock.patch.object(state, "torch_function_mode_enabled", False):
                 return original(self, tx, name, args, kwargs)
+        if name == "detach_" and not (fake_value(self).requires_grad or fake_value(self)._is_view()):
+            return self  # ``p.grad.detach_()`` of older code; Dynamo refuses it of what its caller has
+        if result := compat_numbers.drawn(tx, self, name, args, kwargs):
+            return result
         name, args, kwargs = compat_numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return compat_numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
@@ -330,6 +340,8 @@ def tracing_scope(
         mock.patch.object(torch_variables, "_collect_tensors_with_sources",
                           functools.partial(_sources_of_subclasses, collect)),
         dynamo_config.patch(trace_autograd_ops=True, allow_rnn=True,
+                            skip_nnmodule_hook_guards=False,  # a hook that a module gets later has to be noticed
+                            use_numpy_random_stream=True,  # a graph would draw torch's numbers in place of NumPy's
                             capture_dynamic_output_shape_ops=True,  # or not: `compat_breaks.restart_without_data_sizes`
                             allow_unspec_int_on_nn_module=True,  # a counter there is no constant, once it has changed
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
@@ -349,6 +361,8 @@ def tracing_scope(
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
+        replaced(CheckpointHigherOrderVariable, "_call_function", compat_guards.call_checkpoint),
+        replaced(UnspecializedNNModuleVariable, "call_function", compat_guards.call_module),
         replaced(output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes",
                  validate_outputs),
         *([replaced(output_graph.OutputGraph, check, check_leaves)] if check in vars(output_graph.OutputGraph) else []),
@@ -375,6 +389,7 @@ def tracing_scope(
                                    torch._check_tensor_all: traced(_check_tensor_all),
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
     )
+    TensorifyState.clear()  # which numbers earlier frames had no use for: names are used again
     with contextlib.ExitStack() as stack:  # more than Python nests blocks
         for each in patches:
             stack.enter_context(each)

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.bytecode_transformation import create_call_method
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from . import drawing
 from .compat import fake_value
 
 # As a tensor such a number has the operand's type, which must not round it more than the operator does.
@@ -43,12 +47,39 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
     return name, [], tensors
 
 
+def drawn(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> Any:
+    """The result of ``value.uniform_(-r, r)`` and the like with a number that changes; None for what needs no care."""
+    if name not in drawing.METHODS or not any(map(is_symbolic, (*args, *kwargs.values()))):
+        return None
+    operator, defaults = drawing.METHODS[name]
+    given = {**{key: ConstantVariable.create(each) for key, each in defaults.items()}, **dict(zip(defaults, args)), **kwargs}
+    if set(given) > set(defaults) or not all(map(is_number, given.values())):
+        return None
+    numbers = [_on_host(tx, given[key]) for key in defaults]
+    made = VariableTracker.build(tx, operator).call_function(tx, [value, *numbers], {})
+    return value.call_method(tx, "copy_", [made], {})
+
+
+def _dropped_out(tx: Any, x: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
+    if not is_symbolic(p) or not all(each is None or each.is_python_constant() for each in (training, inplace)):
+        return None
+    if inplace is not None and inplace.as_python_constant():
+        return None
+    if training is not None and not training.as_python_constant():
+        return x
+    return UserFunctionVariable(drawing.dropout).call_function(tx, [x, _on_host(tx, p)], {})
+
+
 def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     """The result of ``torch.clamp(x, -r, r)`` and the like with a number that changes; None for what needs no care."""
     if not any(map(is_symbolic, (*args, *kwargs.values()))) or "out" in kwargs:
         return None
     if function is torch._foreach_lerp_:
         return UserFunctionVariable(_lerp_each).call_function(tx, list(args), kwargs)
+    if function in (torch.nn.functional.dropout, torch.dropout):
+        return _dropped_out(tx, *args, **{{"input": "x", "train": "training"}.get(k, k): v for k, v in kwargs.items()})
+    if function is torch.normal and len(args) + len(kwargs) > 2 and "generator" not in kwargs:
+        return UserFunctionVariable(drawing.normal_of_size).call_function(tx, list(args), kwargs)
     if function in METHODS and args and isinstance(tensor := args[0].realize(), TensorVariable):
         return tensor.call_method(tx, METHODS[function], list(args[1:]), kwargs)
     return None
@@ -86,6 +117,29 @@ def text_of(number: Any, form: Any, conversion: str = "") -> Any:
     return StringFormatVariable.create(f"{{{conversion}:{form.as_python_constant()}}}", [number], {})
 
 
+class _PercentVariable(StringFormatVariable):
+    """``"%.3f" % rate``, the same of the older kind."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.append_output(codegen.create_load_const(self.format_string))
+        codegen.load_method("__mod__")
+        codegen(self.sym_args[0])
+        codegen.extend_output(create_call_method(1))
+
+
+def percent_of(form: Any, given: Any) -> Any:
+    """``form % given`` with a number in it that Dynamo follows as a symbol; None for anything else."""
+    if not (form.is_python_constant() and isinstance(form.as_python_constant(), str)):
+        return None
+    given = given.realize()
+    parts = (given.items if isinstance(given, TupleVariable) else
+             given.items.values() if isinstance(given, ConstDictVariable) else [given])
+    parts = [part.realize() for part in parts]
+    if not any(isinstance(part, SymNodeVariable) for part in parts) or any(isinstance(part, TensorVariable) for part in parts):
+        return None
+    return _PercentVariable(form.as_python_constant(), [given], {})
+
+
 def is_symbolic(given: Any) -> bool:
     """Whether an argument is a float that Dynamo follows as a symbol."""
     given = given and given.realize()
@@ -95,6 +149,10 @@ def is_symbolic(given: Any) -> bool:
 def is_number(given: Any) -> bool:
     given = given.realize()
     return is_symbolic(given) or isinstance(given, ConstantVariable) and isinstance(given.value, int | float)
+
+
+def _on_host(tx: Any, number: Any) -> Any:
+    return _tensor(tx, number, dtype=torch.float64, device="cpu")
 
 
 def _tensor(tx: Any, number: Any, times: float = 1.0, **kind: Any) -> Any:

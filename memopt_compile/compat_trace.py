@@ -18,6 +18,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import tracing
+from torch._inductor import config as inductor_config
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import (
@@ -107,14 +108,16 @@ def no_donated_buffers() -> Any:
 
 
 @contextlib.contextmanager
-def whole_interpolation() -> Iterator[None]:
-    """Trace interpolation as the one operator that eager runs.
+def for_the_eager_lowering() -> Iterator[None]:
+    """Trace interpolation as the one operator that eager runs, and random numbers that nobody reads too: without
+    these all later ones would be others, and FX lets them go where Inductor draws by itself.
 
     torch has every such operator split, above autograd, into gathers and arithmetic with an
     intermediate each, which Inductor fuses again and the eager lowering would hold.
     """
     split = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         for name in dir(torch.ops.aten):
             if not name.startswith(("upsample", "_upsample")):
                 continue

@@ -119,7 +119,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
 
 def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable[[Callable], Callable] | None:
     """Have a step's graph return what Python reads numbers off; see `read_later`."""
-    if not notes.reads:
+    if not notes.reads and kind == "model":
         return None
     try:
         if kind == "model":
@@ -252,7 +252,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
             raise _NotWhole
         data_sizes.check_squeezes(gm)
-        with compat_trace.whole_interpolation() if eager_lowering else contextlib.nullcontext(), \
+        with compat_trace.for_the_eager_lowering() if eager_lowering else contextlib.nullcontext(), \
                 updates.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
                 gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
@@ -340,7 +340,7 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
             pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
-    with compat_trace.whole_interpolation(), compat_trace.no_donated_buffers():
+    with compat_trace.for_the_eager_lowering(), compat_trace.no_donated_buffers():
         return compat.aot_module_simplified(
             gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
             partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from . import compat, compat_breaks, margin_loss
 
@@ -45,9 +46,52 @@ class Unscaled:
         pass
 
 
+def cumulative_batch_norm(self: Any, x: Any) -> Any:
+    """A `BatchNorm` with ``momentum=None``: its statistics are the means over all batches. (torch makes a number of
+    their count.)"""
+    if self.momentum is not None or not self.training or not self.track_running_stats:
+        raise AssertionError("another module than that of which this was asked")
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    result = torch.nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        share = 1.0 / self.num_batches_tracked.to(torch.float64)
+        for running, of_batch in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_((1 - share) * running + share * of_batch)
+    return result
+
+
+def checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentrant: bool | None = None,
+                          **settings: Any) -> Any:
+    """The function of this name in `torch.utils.checkpoint`, which Dynamo may not enter."""
+    functions = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+
+    def run(part: list) -> Callable:
+        def together(value: Any) -> Any:
+            for function in part:
+                value = function(value)
+            return value
+
+        return together
+
+    length = len(functions) // segments
+    for i in range(segments - 1):
+        part = functions[i * length:(i + 1) * length]
+        input = checkpoint(run(part), input, use_reentrant=use_reentrant is not False, **settings)
+    return run(functions[(segments - 1) * length:])(input)
+
+
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
 TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
                torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
+
+
+BATCH_NORM = torch.nn.BatchNorm1d.forward.__code__  # of all of them
+
+
+def _is_cumulative(norm: Any) -> bool:
+    return norm.momentum is None and norm.training and norm.track_running_stats and norm.num_batches_tracked is not None
 
 
 def inherited_step(step: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +107,9 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
         step = compat.VariableTracker.build(tx, function.__wrapped__)
         return compat.UserFunctionVariable(inherited_step).call_function(
             tx, [step, *([owner] if owner else []), *args], kwargs)
+    if getattr(function, "__code__", None) is BATCH_NORM and _is_cumulative(compat.object_behind(owner or args[0])):
+        given = [owner, *args] if owner else args
+        return compat.UserFunctionVariable(cumulative_batch_norm).call_function(tx, given, kwargs)
     unscaled = vars(Unscaled).get(function.__name__) if function.__module__ == "torch.amp.grad_scaler" else None
     if unscaled and owner and not compat.object_behind(owner).is_enabled():
         return compat.UserMethodVariable(unscaled, owner).call_function(tx, args, kwargs)
@@ -84,8 +131,10 @@ def call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kw
 
 
 def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict) -> Any:
-    """``warnings.warn`` speaks while tracing and names the line that it would name in eager, where
+    """Functions that Dynamo would not enter. ``warnings.warn`` speaks while tracing and names the line that it would name in eager, where
     it is heard once too, unless Python's filters ask for more."""
+    if self.value is torch.utils.checkpoint.checkpoint_sequential:
+        return compat.UserFunctionVariable(checkpoint_sequential).call_function(tx, args, kwargs)
     known = _constants(args, kwargs) if self.value is warnings.warn else None
     if known and _warn(tx, *known[0], **known[1]):
         return compat.VariableTracker.build(tx, None)

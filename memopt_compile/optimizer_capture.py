@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from . import compat
+from . import compat, compat_breaks, compat_guards
 from .optim import one_operator
 
 # Around every functional optimizer of torch's: it leaves the graph where step counts are on CUDA, as they
@@ -141,6 +141,25 @@ def own_step(optimizer: torch.optim.Optimizer) -> Callable:
     while getattr(step, "__qualname__", "") and step.__code__.co_qualname in wrappers:
         step = step.__wrapped__
     return step
+
+
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    """End the graph at an update that cannot be captured."""
+    if compat_guards.has_step_of_its_own(optimizer):
+        compat_breaks.break_graph("a step() that was put on the optimizer itself", "capture traces that of its class",
+                                  "write it as a method of a class derived from the optimizer's")
+    if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
+        compat_breaks.break_graph(
+            f"{type(optimizer).__name__}.step cannot be captured",
+            "its update runs backward passes or is itself differentiated",
+            "use a first-order optimizer with differentiable=False to save memory here",
+        )
+    if any(p.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
+        compat_breaks.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
+                                  "make it dense to save memory here")
+    if compat.global_optimizer_hooks():
+        compat_breaks.break_graph("global optimizer hooks", "they are not part of the step",
+                                  "register the hook on the optimizer itself")
 
 
 def is_update(frame: Any) -> bool:

@@ -65,20 +65,20 @@ def with_numbers(run: Callable, places: Sequence[int]) -> Callable:
 
 
 def take_out(gm: fx.GraphModule) -> Callable[[Callable], Callable] | None:
-    """Have the Dynamo graph return the tensors that numbers are read off. What then makes its results of a
-    compiled program's; None if it reads none.
+    """Have the Dynamo graph return the tensors that numbers are read off, and none of the numbers that Python computes.
+    What then makes its results of a compiled program's; None if it has no such numbers.
 
     Raises:
         Needed: it cannot be done.
     """
     read = [n for n in gm.graph.nodes if n.op == "call_method" and n.target == "item" and not _is_given(n.args[0])]
-    if not read:
-        return None
     output = gm.graph.output_node()
     results = list(output.args[0])
     python = _behind(read, output)
-    late = [i for i, value in enumerate(results) if value in python]
-    program, given = _program(read, python, [results[i] for i in late])
+    late = [i for i, value in enumerate(results) if value in python or _is_of_given(value)]
+    if not (read or late):
+        return None
+    program, given = _program(gm.graph, read, python, [results[i] for i in late])
     inputs = gm.graph.find_nodes(op="placeholder")
     places = [inputs.index(n) for n in given]
     tensors = [_as_it_is(gm.graph, node) for node in read]
@@ -109,6 +109,19 @@ def _is_given(value: fx.Node) -> bool:
     return value.op == "placeholder" and getattr(value.meta.get("grapharg"), "pass_arg_as_tensor", False)
 
 
+def _is_of_given(result: Any) -> bool:
+    """Whether this is a number, made of such numbers alone (``self.scale *= 2``), in the tensor as which Dynamo
+    returns it. A graph would be compiled again for each of its values."""
+    if not isinstance(result, fx.Node) or result.target is not torch.scalar_tensor:
+        return False
+    stack = list(result.all_input_nodes)
+    for node in stack:  # which grows
+        if isinstance(node.meta.get("example_value"), Tensor) and not _is_given(node):
+            return False
+        stack += [] if node.op == "placeholder" else node.all_input_nodes
+    return bool(stack)
+
+
 def _behind(read: Sequence[fx.Node], output: fx.Node) -> list[fx.Node]:
     """The reads and all that is computed from them, in order. These have to be numbers, or the tensors as which
     Dynamo returns numbers."""
@@ -126,11 +139,11 @@ def _behind(read: Sequence[fx.Node], output: fx.Node) -> list[fx.Node]:
     return [node for node in output.graph.nodes if node in found]
 
 
-def _program(read: Sequence[fx.Node], python: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[
-        fx.GraphModule, list[fx.Node]]:
+def _program(graph_of_step: fx.Graph, read: Sequence[fx.Node], python: Sequence[fx.Node],
+             results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
     """What Python does with the numbers: a function of those that are read and of inputs of the step. And which."""
-    graph_of_step, graph = read[0].graph, fx.Graph()
-    needed = set(python)
+    graph = fx.Graph()
+    needed = {*python, *results}
     for node in reversed(graph_of_step.nodes):
         if node in needed and node not in read:
             needed.update(node.all_input_nodes)
@@ -138,7 +151,7 @@ def _program(read: Sequence[fx.Node], python: Sequence[fx.Node], results: Sequen
     made = {node: graph.placeholder(node.name) for node in (*read, *given)}
     for node in graph_of_step.nodes:
         if node in needed and node not in made:
-            if node not in python and isinstance(node.meta.get("example_value"), Tensor):
+            if node not in python and node not in results and isinstance(node.meta.get("example_value"), Tensor):
                 raise Needed("a number is computed from another tensor too")
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[r] for r in results))

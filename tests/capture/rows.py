@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import rows_beside  # noqa: F401  (fills both)
 import rows_changes  # noqa: F401  (fills both)
 import rows_data_sizes  # noqa: F401  (fills both)
 import rows_functions  # noqa: F401  (fills both)

@@ -144,7 +144,8 @@ def numbers_in_texts() -> Loop:
         loss.backward()
         opt.step()
         opt.zero_grad()
-        return loss.detach(), f"{rate:.4f}", f"{rate!r} of {len(x)}", format(rate, ".2e"), f"{loss.item():.4f}"
+        texts = "%.3f" % rate, "%d rows at %.2e" % (len(x), rate), "%(rate)5.1f%%" % {"rate": 100 * rate}  # noqa: UP031
+        return loss.detach(), f"{rate:.4f}", f"{rate!r} of {len(x)}", format(rate, ".2e"), f"{loss.item():.4f}", texts
 
     return loop(model, opt, step, arguments=lambda i: (0.01 / (i + 1),))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from loops import BATCH, CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain, row
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 class Recurrent(nn.Module):
@@ -67,6 +69,32 @@ def lstm_with_dropout() -> Loop:
 @row
 def gru_with_dropout() -> Loop:
     return plain(Recurrent(nn.GRU, num_layers=2, dropout=0.3))
+
+
+def checkpointed(body: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> Loop:
+    model = nn.ModuleList([body, nn.Linear(WIDTH, CLASSES)])
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model[1](run(body, x)), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def checkpointed_sequence() -> Loop:
+    body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(5)))
+    return checkpointed(body, lambda body, x: checkpoint_sequential(body, 2, x, use_reentrant=False))
+
+
+@row
+def reentrant_checkpoint_of_a_batch() -> Loop:
+    """Which needs no gradient, and so what is in it gets none."""
+    return checkpointed(nn.Linear(WIDTH, WIDTH), lambda body, x: checkpoint(body, x, use_reentrant=True))
 
 
 @ordinary

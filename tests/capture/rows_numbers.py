@@ -181,6 +181,58 @@ def metrics_in_a_loop() -> Loop:
     return loop(model, opt, step)
 
 
+@row
+def random_shares_that_change() -> Loop:
+    """Down to none, where eager draws nothing."""
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.rate = mlp(nn.Dropout(0.5)), 0.4
+
+        def forward(self, x):
+            x = F.dropout(x, p=self.rate, training=self.training)
+            keep = x.new_empty(len(x), 1).bernoulli_(1 - self.rate)
+            return self.body(x * keep)
+
+    model = Dropping()
+    opt = adamw(model)
+
+    def step(x, y, width):
+        x = x + torch.empty_like(x).uniform_(-width, width)
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            p.grad += torch.normal(0.0, width, size=p.shape) + torch.empty_like(p).normal_(std=width)
+        opt.step()
+        return loss
+
+    def after(i):
+        model.rate, model.body[1].p = max(0.3 - 0.1 * i, 0.0), 0.5 / (i + 2)
+
+    return loop(model, opt, step, after=after, arguments=lambda i: (0.1 / (i + 1),))
+
+
+@row
+def scale_of_the_loss() -> Loop:
+    """Written by the step, and made of itself alone."""
+    model = mlp()
+    opt = adamw(model)
+    scaler = {"scale": 1024.0}
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        (loss * scaler["scale"]).backward()
+        for p in model.parameters():
+            p.grad.mul_(1 / scaler["scale"])
+        opt.step()
+        scaler["scale"] *= 2
+        return loss
+
+    return loop(model, opt, step, wrap=lambda step, compile: _then(compile(step), lambda: dict(scaler)))
+
+
 @ordinary
 def loss_divided_by_its_number() -> Loop:
     model = mlp()

@@ -61,6 +61,24 @@ def module_zero_grad() -> Loop:
 
 
 @row
+def gradients_zeroed_by_hand() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
 def loss_item() -> Loop:
     model = mlp()
     opt = adamw(model)

@@ -1,0 +1,60 @@
+"""What decides what a step does, and Dynamo does not ask for. Checked against torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+
+from .compat import TensorVariable, constant_value, fake_value, guard_value, traced_without_grad
+
+GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
+
+
+def call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A module's call, guarded on the hooks of all modules: Dynamo asks whether there are any, and guards the module's
+    own only."""
+    hooks = tx.import_source("torch.nn.modules.module")
+    for name in GLOBAL_HOOKS:
+        install_guard(AttrSource(hooks, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
+    return original(self, tx, args, kwargs)
+
+
+def call_checkpoint(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A reentrant checkpoint none of whose tensors needs a gradient: eager gives none to the parameters in it either.
+    Dynamo takes every checkpoint for one that is not reentrant."""
+    reentrant = "use_reentrant" not in kwargs or constant_value(kwargs["use_reentrant"]) in ((True, True), (True, None))
+    given = [a.realize() for a in args[1:]]
+    if not reentrant or any(isinstance(a, TensorVariable) and fake_value(a).requires_grad for a in given):
+        return original(self, tx, args, kwargs)
+    with traced_without_grad(tx):
+        return args[0].call_function(tx, args[1:], {})
+
+
+def guard_methods(optimizer: Any) -> None:
+    """What an optimizer's `step` and `zero_grad` are, on itself and on its class: capture looks them up itself."""
+    def methods(value: Any) -> list:
+        return [found for name in ("step", "zero_grad") for found in (
+            vars(value).get(name), getattr(type(value), name, None))]
+
+    if optimizer.source is not None:
+        known = methods(optimizer.value)
+        guard_value(optimizer.source, lambda value: all(a is b for a, b in zip(methods(value), known)),
+                    "the same step and zero_grad")
+
+
+def has_step_of_its_own(optimizer: Any) -> bool:
+    """Whether somebody has put a `step` on this very object; a scheduler's only counts."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def saved_tensors_are_hooked(source: Any) -> bool:
+    """Whether the caller has hooks on what autograd saves (``with saved_tensors_hooks(...)``); guarded at `source`."""
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    guard_value(source, lambda _: (torch._C._autograd._top_saved_tensors_default_hooks(True) is not None) is hooked,
+                "hooks on saved tensors")
+    return hooked
