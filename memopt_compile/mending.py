@@ -10,7 +10,7 @@ leaves nothing. So where that does not converge the plan itself is changed, by w
    points above the limit for the seconds that it adds is taken. If none relieves any the least bad is, and no group
    is changed twice within `REST` turns.
 2. Once the plan fits, each group that is not needed any more is taken out again, the slowest first.
-3. It takes as many simulations as `OPERATORS` of all allow, so that the same plan comes out on every machine.
+3. Each of the two takes as many simulations as `OPERATORS` allow, so that the same plan comes out on every machine.
 
 What is packed stays as it is, and whatever depends on that (`_movable`).
 """
@@ -23,7 +23,7 @@ from typing import Any
 from .packing import Packed
 from .rematerialization import Outcome, Problem, simulate
 
-OPERATORS = 600_000  # simulated for one plan: some two seconds
+OPERATORS = 600_000  # simulated: some two seconds
 REST = 12  # turns
 PATIENCE = 8  # turns without a better plan
 INSTANT = 1e-7  # seconds: what is added counts as at least so much
@@ -32,47 +32,74 @@ INSTANT = 1e-7  # seconds: what is added counts as at least so much
 def mended(problem: Problem, groups: Sequence[int], again: Collection[int], packed: Mapping[int, Packed],
            limit: int) -> frozenset[int] | None:
     """Operations to run again in place of `again`, with which the peak is at most `limit`; None if none were found."""
-    members = _movable(problem, groups, packed)
-    fixed = frozenset(again) - frozenset().union(*members.values())
-    running = {g for g, all_of in members.items() if all_of & frozenset(again)}
-    left = OPERATORS // max(1, len(problem.order))
+    mending = _Mending(problem, _movable(problem, groups, packed), frozenset(again), packed, limit)
+    running = frozenset(g for g, all_of in mending.members.items() if all_of & frozenset(again))
+    best = mending.fit(running)
+    if best is None:
+        return None
+    mending.renew()
+    return mending.operations(mending.needed(best))
 
-    def operations(of: Iterable[int]) -> frozenset[int]:
-        return fixed.union(*(members[g] for g in of))
 
-    def seconds(of: Iterable[int]) -> float:
-        return sum(problem.operations[o].seconds for g in of for o in members[g])
+class _Mending:
+    """The groups that may be changed, by their operations (`members`), what is `fixed`, and the simulations that are
+    `left`."""
 
-    outcome = simulate(problem, operations(running), packed)
-    excess = least = _excess(outcome, limit)
-    changed: dict[int, int] = {}  # the turn in which a group was
-    turn = since = 0
-    while excess:
-        found: list[tuple[float, int, int, Outcome]] = []
-        for group in _near(problem, outcome, members):
-            if turn - changed.get(group, -REST) < REST:
-                continue
-            left -= 1
-            trial = simulate(problem, operations(running ^ {group}), packed)
-            gain = excess - (remains := _excess(trial, limit))
-            cost = max(INSTANT, -seconds([group]) if group in running else seconds([group]))
-            found.append((gain / cost if gain > 0 else gain * cost, group, remains, trial))
-        if not found or left < 0:
-            return None
-        _, group, excess, outcome = max(found, key=lambda each: each[:2])
-        running ^= {group}
-        changed[group] = turn
-        turn += 1
-        since = 0 if excess < least else since + 1
-        least = min(least, excess)
-        if since > PATIENCE:
-            return None
-    for group in sorted(running, key=lambda g: (-seconds([g]), g)):
-        if (left := left - 1) < -len(running):
-            break
-        if simulate(problem, operations(running - {group}), packed).peak_bytes <= limit:
-            running -= {group}
-    return operations(running)
+    def __init__(self, problem: Problem, members: Mapping[int, frozenset[int]], again: frozenset[int],
+                 packed: Mapping[int, Packed], limit: int):
+        self.problem, self.members, self.packed, self.limit = problem, members, packed, limit
+        self.fixed = again.difference(*members.values())
+        self.renew()
+
+    def renew(self) -> None:
+        self.left = OPERATORS // max(1, len(self.problem.order))
+
+    def operations(self, groups: Iterable[int]) -> frozenset[int]:
+        return self.fixed.union(*(self.members[g] for g in groups))
+
+    def seconds(self, groups: Iterable[int]) -> float:
+        return sum(self.problem.operations[o].seconds for g in groups for o in self.members[g])
+
+    def outcome(self, groups: Iterable[int]) -> Outcome:
+        self.left -= 1
+        return simulate(self.problem, self.operations(groups), self.packed)
+
+    def fit(self, running: frozenset[int]) -> frozenset[int] | None:
+        """Rule 1; None if it comes to no end."""
+        outcome = self.outcome(running)
+        excess = least = _excess(outcome, self.limit)
+        changed: dict[int, int] = {}  # the turn in which a group was
+        turn = since = 0
+        while excess:
+            found: list[tuple[float, int, int, Outcome]] = []
+            for group in _near(self.problem, outcome, self.members):
+                if turn - changed.get(group, -REST) < REST:
+                    continue
+                trial = self.outcome(running ^ {group})
+                gain = excess - (remains := _excess(trial, self.limit))
+                cost = max(INSTANT, -self.seconds([group]) if group in running else self.seconds([group]))
+                found.append((gain / cost if gain > 0 else gain * cost, group, remains, trial))
+            if not found or self.left < 0:
+                return None
+            _, group, excess, outcome = max(found, key=lambda each: each[:2])
+            running ^= {group}
+            changed[group] = turn
+            turn += 1
+            since = 0 if excess < least else since + 1
+            least = min(least, excess)
+            if since > PATIENCE:
+                return None
+        return running
+
+    def needed(self, running: frozenset[int]) -> frozenset[int]:
+        """Rule 2: what is taken out may leave room for what came before it, so that all are tried until none goes."""
+        before = None
+        while before != running:
+            before = running
+            for group in sorted(running, key=lambda g: (-self.seconds([g]), g)):
+                if self.left >= 0 and self.outcome(running - {group}).peak_bytes <= self.limit:
+                    running -= {group}
+        return running
 
 
 def _movable(problem: Problem, groups: Sequence[int], packed: Mapping[int, Packed]) -> dict[int, frozenset[int]]:

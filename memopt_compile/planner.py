@@ -5,8 +5,8 @@ Plans come of an integer program (`integer_program`), of which only some positio
 exactly (`rematerialization.simulate`); where it is over the limit that position is added, or, if it is there and the
 chain of recomputations itself is what overflows, held to as much less; then it is solved again. HiGHS (through scipy)
 proves the gap of its last solution. Where a plan overflows by more than `BURST` no position is what is missing: then it
-is changed until it fits (`mending`), which is faster than to solve a program to its end that does not know why. The gap
-is then that of the program's bound for the first solution. Either way what comes out fits by simulation, not by the model.
+is changed until it fits (`mending`), which is faster than to solve a large program to its end that does not know why. The
+gap is then that of the program's bound for the first solution. Either way what comes out fits by simulation, not by the model.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find out whether a limit can be kept at all
 FEW = 2  # the same beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
+SMALL = 5000  # rows of a program that is solved to its end even so
 REMEMBERED = 12  # plans
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.005
@@ -67,16 +68,17 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     rough = _nearest(model, limit, slack, COARSE, 1)  # it is to say which positions are missing
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
         return rough
-    if rough.peak_bytes <= limit * (1 + BURST):
+    tries = [rough]
+    if rough.peak_bytes > limit * (1 + BURST):
+        tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
+    if len(tries) == 1 or len(model.rows.low) <= SMALL:
         fine = _nearest(model, limit, slack, GAP)
-        if fitting := next((each for each in (fine, rough) if each and each.peak_bytes <= limit), None):
-            return fitting
-        plans = [fine or rough]
-    else:  # no program is like it, so that none is worth to be solved to the end
-        first = _nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW)
-        plans = [rough] if first is None or first.again == rough.again else [rough, first]
+        if fine and fine.peak_bytes <= limit and len(tries) == 1:
+            return fine
+        tries.append(fine)
     proved = rough.seconds * (1 - rough.gap)
-    plans = [_mended(problem, groups, each, limit, proved) for each in plans]
+    plans = (_mended(problem, groups, each, limit, proved)
+             for i, each in enumerate(tries) if each and each.again not in [t.again for t in tries[:i] if t])
     return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
 
 
