@@ -195,6 +195,20 @@ def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
                      seconds=seconds(node), exact=tuple(number[r] for r in exact if r in number))
 
 
+def fingerprint(problem: Problem) -> tuple:
+    """Equal for problems whose every choice has the same outcome, such as those of copies of a step."""
+    def names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        return tuple(sorted(node.name for node in nodes))
+
+    return (
+        tuple((n.name, str(n.target), back, live, problem.workspace(n), names(problem.life.touched[n]))
+              for n, back, live in zip(problem.order, problem.backward, problem.live)),
+        tuple((v.node.name, v.nbytes, v.operation, v.made, v.last, v.first, v.final, v.exact,
+               tuple((p.form, p.nbytes, p.seconds, p.error, p.restores) for p in v.packed)) for v in problem.values),
+        tuple((o.node.name, o.position, o.reads, tuple(o.makes), o.again, o.seconds, o.exact) for o in problem.operations),
+        names(problem.life.kept), problem.together)
+
+
 def latest_runs(values: list[Value], operations: list[Operation]) -> list[int]:
     """For each operation, the last position before which it can have to run again; -1 for never."""
     readers: list[list[int]] = [[] for _ in values]
@@ -212,14 +226,23 @@ def latest_runs(values: list[Value], operations: list[Operation]) -> list[int]:
 @dataclass(frozen=True)
 class Outcome:
     """Live bytes of the schedule that a choice gives; `at` has the position in the old order of
-    each of its points: a copy's is that of the reader that it stands before."""
+    each of its points: a copy's is that of the reader that it stands before. `life` is of what runs, in `order`:
+    a node as itself, else a tuple. A storage is its node, (v,) where value v is there again, or ("packed", v)."""
 
     live: list[int]
     at: list[int]
+    order: list[Any]
+    life: Lifetimes
 
     @property
     def peak_bytes(self) -> int:
         return max(self.live, default=0)
+
+    def alive(self, index: int) -> set[Any]:
+        """The storages that are alive at a point."""
+        before = {root for key in self.order[:index + 1] for root in self.life.touched[key]}
+        behind = {root for key in self.order[index:] for root in self.life.touched[key]}
+        return before & (behind | self.life.kept)
 
 
 def simulate(problem: Problem, again: Collection[int],
@@ -287,5 +310,5 @@ def simulate(problem: Problem, again: Collection[int],
             run(("pack", v), packed[v].encode, position, [values[v].node, ("packed", v)],
                 packed[v].nbytes)
 
-    return Outcome(live_bytes(order, Lifetimes(size, touched, life.kept, born),
-                              lambda key: problem.workspace(held[key])), at)
+    lives = Lifetimes(size, touched, life.kept, born)
+    return Outcome(live_bytes(order, lives, lambda key: problem.workspace(held[key])), at, order, lives)
