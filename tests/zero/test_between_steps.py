@@ -1,4 +1,4 @@
-"""What a program does besides steps. Where one rank alone does what all have to do together, that is an error on all
+"""What a program does besides steps, and numbers that it reads off them. Where one rank alone does what all have to do together, that is an error on all
 of them, which names what each is about to do. Rows can be copied and saved, in every stage and on every rank."""
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import memopt_compile as memopt
+from memopt_compile import records
 
+GATHERS = {1: 4, 3: 9}  # calls of a step, by stage
 RUNS = "rank 0 runs the step test_between_steps.py"
 
 
@@ -103,8 +105,37 @@ def kept(rank, ranks):
     return found
 
 
+def numbers(batches, stage, mesh=None, of_part=False):
+    """The norm of all gradients and the sum of the squares of all parameters, read off tensors in the step."""
+    model = cases.made(cases.Uneven, DOUBLE)
+    opt = cases.sgd(model)
+    if mesh is not None:
+        memopt.shard_(model, opt, mesh, stage=stage)
+
+    def step(x, y):
+        F.cross_entropy(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        squares = sum(p.detach().square().sum() for p in model.parameters() if p.requires_grad)
+        of_first = model.first.weight.detach().norm()
+        model.second.weight.detach().norm()  # which nobody reads
+        opt.step()
+        opt.zero_grad()
+        if mesh is not None and not of_part:
+            squares = squares.full_tensor()
+        return norm.item(), squares.item(), of_first.item()
+
+    run = memopt.compile(step, zero=stage, lowering="eager")
+    found = [run(*batch) for batch in batches]
+    record = records.compilations(step.__code__)[-1]
+    assert (record.kind, record.reason) == ("step", None)
+    gathers = (record.collectives or "").count("all_gather_into_tensor")
+    return torch.tensor(found, dtype=DOUBLE), gathers
+
+
 def of_two(rank, ranks):
-    return alone(rank, ranks), kept(rank, ranks)
+    mesh, batches = init_device_mesh("cpu", (ranks,)), list(cases.batches(rank, ranks, DOUBLE))
+    read = {stage: numbers(batches, stage, mesh) for stage in (1, 3)}
+    return alone(rank, ranks), kept(rank, ranks), read, says(lambda: numbers(batches, 3, mesh, of_part=True))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +149,7 @@ def replicas(tmp_path_factory):
 
 
 def test_one_that_does_something_else_is_an_error_on_all(pair, replicas):
-    for rank in (*(each for each, _ in pair), *replicas):
+    for rank in (*(each for each, *_ in pair), *replicas):
         assert len(rank) >= 3
         for words, (kind, text) in rank.items():
             assert kind == "RankError"
@@ -127,5 +158,20 @@ def test_one_that_does_something_else_is_an_error_on_all(pair, replicas):
 
 
 def test_rows_are_copied_and_saved_alone(pair):
-    for _, found in pair:
+    for _, found, *_ in pair:
         assert found == [({True}, True), ({True}, True)]
+
+
+def test_numbers_are_those_of_one_process(pair):
+    """And what is asked of a parameter for nothing is not gathered for it, whatever rows ranks have."""
+    rows = [cases.batches(rank, 2, DOUBLE) for rank in (0, 1)]
+    expected, _ = numbers([tuple(map(torch.cat, zip(*each))) for each in zip(*rows)], 0)
+    for *_, read, _ in pair:
+        for found, _ in read.values():
+            assert float((found - expected).abs().max()) <= 1e-11
+        assert [gathers for _, gathers in read.values()] == [GATHERS[1], GATHERS[3]]
+
+
+def test_a_number_of_a_part_is_refused(pair):
+    for *_, (kind, text) in pair:
+        assert kind == "OptionError" and "a number is read off a DTensor of which each rank has a part" in text
