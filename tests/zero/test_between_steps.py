@@ -115,12 +115,14 @@ def numbers(batches, stage, mesh=None, of_part=False):
     def step(x, y):
         F.cross_entropy(model(x), y).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        squares = sum(p.detach().square().sum() for p in model.parameters() if p.requires_grad)
+        squares = sum(p.detach().square().sum() for p in model.parameters() if p.requires_grad and p.dim())
         of_first = model.first.weight.detach().norm()
         model.second.weight.detach().norm()  # which nobody reads
         opt.step()
         opt.zero_grad()
-        if mesh is not None and not of_part:
+        if of_part:
+            squares = dict(model.named_parameters())["first.weight"].detach().square().sum()
+        elif mesh is not None:
             squares = squares.full_tensor()
         return norm.item(), squares.item(), of_first.item()
 
