@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from . import compat, compat_breaks, compat_dynamo
+from .errors import OptionError
+from .step_graph import source_line
 
 EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
 
@@ -161,11 +163,27 @@ def _program(graph_of_step: fx.Graph, read: Sequence[fx.Node], python: Sequence[
 def _as_it_is(graph: fx.Graph, read: fx.Node) -> fx.Node:
     """What a number is read off, as it is at that place: the step may change it later."""
     value = read.args[0]
-    with graph.inserting_before(read):
-        detached = graph.call_method("detach", (value,))
-        copy = graph.call_method("clone", (detached,))
     fake = value.meta["example_value"]
-    with fake.fake_mode:
-        detached.meta = {**value.meta, "example_value": fake.detach()}
-        copy.meta = {**value.meta, "example_value": fake.detach().clone()}
-    return copy
+    if of_ranks := hasattr(fake, "placements"):
+        _check_whole(fake, read)
+    for method in ("detach", *(["to_local"] if of_ranks else []), "clone"):
+        with graph.inserting_before(read):
+            made = graph.call_method(method, (value,))
+        with (fake.to_local() if hasattr(fake, "placements") else fake).fake_mode:
+            fake = getattr(fake, method)()
+        made.meta = {**value.meta, "example_value": fake}
+        value = made
+    return value
+
+
+def _check_whole(fake: Any, read: fx.Node) -> None:
+    """A number is read off a DTensor that all ranks have alike; of another one PyTorch gives this rank's part.
+
+    Raises:
+        OptionError: ranks have other values.
+    """
+    if not all(placement.is_replicate() for placement in fake.placements):
+        raise OptionError("a number is read off a DTensor of which each rank has a part, as a sum or norm of what "
+                          "model.parameters() has is: it would be the number of this part", where=source_line(read) or
+                          "the step", do="read it off .full_tensor(), in this line and on all ranks, or off the "
+                          "parameters that modules give out (layer.weight), which are whole")

@@ -134,7 +134,7 @@ def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, fram
         run = lower()
     except MemoptError as error:
         with contextlib.suppress(RankError):
-            compare([f"none: {error.what}"])
+            compare(agreement.refused(error.what))
         raise
     lines = agreement.sequence(record.step.graph, mesh)
     record.collectives = "\n".join(lines)
@@ -153,6 +153,24 @@ def with_wholes(run: Callable[[list], Any], storages: list[Storage]) -> Callable
 
     run_with_wholes._boxed_call = True  # type: ignore[attr-defined]
     return torch.compiler.disable(run_with_wholes)
+
+
+def together_as_a_model(run: Callable, origin: Origin, record: Compilation) -> Callable:
+    """`run`, a model or a part of a step as it is called: where it gathers parameters, after all ranks have said that
+    they run it."""
+    storages = [s for _, example, _ in origin if (s := storage_of(example)) is not None]
+    if not storages:
+        return run
+    mesh, where = storages[0].all_ranks, record.where
+    names = " ".join(storage.name for storage in storages)
+
+    def run_in_agreement(*inputs: Any) -> Any:
+        with naming_the_lost(mesh, where):
+            said = (f"runs a part of the step {where} by the ordinary path" if record.reason else f"runs the model {where}")
+            meeting.come_together(said, mesh, where, f"runs {where} with {names}")
+        return run(*inputs)
+
+    return run_in_agreement
 
 
 def together_with_others(run: Callable, storages: list[Storage], wholes: list[Storage],

@@ -3,7 +3,8 @@
 Bitwise, and the predicted peak does not rise, but for the few bytes of 0-dim tensors that rule 7
 shares. The rules, cited in the code:
 
-1. A node that nobody reads goes, unless it writes, draws random numbers or checks something.
+1. A node that nobody reads goes, unless it writes, draws random numbers or checks something. So does the wait for a
+   gather, and with it the gather: of a parameter that is asked for its type (``layer.weight.dtype``).
 2. Views that do not say so become views that do: ``_unsafe_view`` a ``view``, the items of
    ``split`` ``slice``, those of ``unbind`` ``select``. Who shares storage is then in the graph.
 3. A view with the geometry of a value it is a view of is that value (``detach``, ``t(t(x))``;
@@ -37,6 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from memopt_compile.collectives import GATHER, is_wait, launch_of
 from memopt_compile.compat_sizes import polynomial
 from memopt_compile.step_graph import (
     StepGraph,
@@ -106,7 +108,7 @@ def remove_dead_code(step: StepGraph) -> None:
 
 
 def _is_dead(node: fx.Node) -> bool:
-    return not node.users and not node.is_impure()
+    return not node.users and (not node.is_impure() or is_wait(node) and launch_of(node).target is GATHER)
 
 
 def _take_apart(step: StepGraph, node: fx.Node) -> None:

@@ -19,6 +19,8 @@ from ..collectives import is_collective
 from ..errors import RankError
 from . import planned
 
+REFUSED = "refused: "
+
 
 def sequence(graph: fx.Graph, mesh: Any) -> list[str]:
     """The collectives of a graph in their order: operator, operands, numbers, and which group.
@@ -48,23 +50,39 @@ def _described(value: Any, rows: bool) -> str:
 
 
 def compare(mine: Sequence[str], mesh: Any, what: str, where: str, do: str) -> None:
-    """Every rank of `mesh` comes here with its lines.
+    """Every rank of `mesh` comes here with its lines of `what`, or with those of a step that it has `refused`.
 
     Raises:
-        RankError: they are not the same on all ranks. All raise it, and name the first difference.
+        RankError: they are not the same on all ranks. All raise it, and name the first that refuses, or the first
+            difference.
     """
     short = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(exchange(short, mesh))) == 1:
         return
     found = exchange(list(mine), mesh)
-    for rank, lines in enumerate(found):
+    for rank, lines in zip(numbers(mesh), found):
+        if lines and lines[0].startswith(REFUSED):
+            raise RankError(f"rank {rank} refuses its step: {lines[0].removeprefix(REFUSED)}", where=where,
+                            do="see that rank's error")
+    first_rank = numbers(mesh)[0]
+    for rank, lines in zip(numbers(mesh), found):
         if lines != found[0]:
             at = next((i for i, (a, b) in enumerate(zip(lines, found[0])) if a != b),
                       min(len(lines), len(found[0])))
             first, here = (lines_of[at] if at < len(lines_of) else "nothing more"
                            for lines_of in (found[0], lines))
-            raise RankError(f"{what} of rank {rank} are not those of rank 0: number {at + 1} is "
-                            f"{here} there, and {first} on rank 0", where=where, do=do)
+            raise RankError(f"{what} of rank {rank} are not those of rank {first_rank}: number {at + 1} is "
+                            f"{here} there, and {first} on rank {first_rank}", where=where, do=do)
+
+
+def refused(why: str) -> list[str]:
+    """The lines of a rank that has none to compare."""
+    return [f"{REFUSED}{why}"]
+
+
+def numbers(mesh: Any) -> list[int]:
+    """The ranks of a mesh, in its order."""
+    return mesh.mesh.flatten().tolist()
 
 
 def exchange(value: Any, mesh: Any) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 
 from .. import compat_trace
 from ..errors import RankError
+from .agreement import numbers
 
 PATIENCE_SECONDS = 5.0
 
@@ -31,11 +32,16 @@ def naming_the_lost(mesh: Any, where: str) -> Iterator[None]:
             raise
         silent = _silent(mesh)
         who = ("the rank that kept the group's store is gone" if silent is None else
-               f"rank {', '.join(map(str, silent))} of {mesh.size()} has ended, or waits for one that has"
-               if silent else "every rank has lost its connections")
-        raise RankError(f"{who}: {str(error).splitlines()[0]}", where=where,
+               f"{_named(silent)} of {mesh.size()} {'has' if len(silent) == 1 else 'have'} ended, or "
+               f"{'waits' if len(silent) == 1 else 'wait'} for one that has" if silent else "every rank has lost its connections")
+        raise RankError(f"{who}: {_first_sentence(error)}", where=where,
                         do="see what that rank said last; torchrun ends all and names the first that "
                         "ended") from error
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What the transport says, without its advice."""
+    return str(error).splitlines()[0].split(". ")[0]
 
 
 def _of_transport(error: RuntimeError) -> bool:
@@ -44,7 +50,7 @@ def _of_transport(error: RuntimeError) -> bool:
 
 def _silent(mesh: Any) -> list[int] | None:
     """Ranks of the mesh that do not fail within some seconds too; None if they cannot be asked."""
-    others = [rank for rank in mesh.mesh.flatten().tolist() if rank != torch.distributed.get_rank()]
+    others = [rank for rank in numbers(mesh) if rank != torch.distributed.get_rank()]
     end = time.monotonic() + PATIENCE_SECONDS
     try:
         store = compat_trace.default_store()
@@ -55,6 +61,10 @@ def _silent(mesh: Any) -> list[int] | None:
     except RuntimeError:
         return None
     return others
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _word(rank: int) -> str:

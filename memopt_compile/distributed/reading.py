@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .. import compat_subclass
 from ..errors import OptionError
-from . import meeting
+from . import meeting, redistributing
+from .copying import copied as copied_tensor
 from .lost import naming_the_lost
 from .storage import storage_of
 
@@ -80,13 +81,12 @@ def reading(kind: type[nn.Module], names: tuple[str, ...], replicas: Any) -> typ
 
 def _copied(kind: type[nn.Module]) -> Callable[[nn.Module, dict], nn.Module]:
     """`copy.deepcopy` of a module, such as for a mean of its weights. The copy has shards of its own, and is for
-    eager code: nothing else is known of them. PyTorch's copy of a DTensor fails where its rows are a window."""
+    eager code: nothing else is known of them."""
 
     def copied(module: nn.Module, memo: dict) -> nn.Module:
         for p in module._parameters.values():
             if isinstance(p, DTensor) and id(p) not in memo:
-                memo[id(p)] = new = nn.Parameter(_clone(p), p.requires_grad)
-                new.grad = None if p.grad is None else _clone(p.grad)
+                copied_tensor(p, memo)
         if hasattr(kind, "__deepcopy__"):
             return kind.__deepcopy__(module, memo)
         make, given, state = module.__reduce_ex__(4)[:3]
@@ -95,12 +95,6 @@ def _copied(kind: type[nn.Module]) -> Callable[[nn.Module, dict], nn.Module]:
         return new
 
     return copied
-
-
-@torch.no_grad()
-def _clone(t: DTensor) -> DTensor:
-    return DTensor.from_local(t.to_local().clone(), t.device_mesh, t.placements, run_check=False, shape=t.shape,
-                              stride=t.stride())
 
 
 def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
@@ -127,6 +121,7 @@ def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
             return gathered(gather(sharded), name)
         with naming_the_lost(storage.all_ranks, f"reading {storage.name}"):
             meeting.come_together(f"reads {storage.name}", storage.all_ranks, f"reading {storage.name}")
-        return gathered(gather(sharded), storage.name)
+        with redistributing.said():
+            return gathered(gather(sharded), storage.name)
 
     return read

@@ -46,9 +46,9 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
         others = agreement.exchange(refused and refused.what, mesh)
     if refused is not None:
         raise refused
-    for rank, what in enumerate(others):
+    for place, what in enumerate(others):
         if what is not None:
-            raise RankError(f"rank {rank} is refused: {what}", where=WHERE, do="see that rank's error")
+            raise RankError(f"rank {agreement.numbers(mesh)[place]} is refused: {what}", where=WHERE, do="see that rank's error")
     agreement.compare(_description(model, opt, stage), mesh, "parameters or settings", WHERE,
                       "build the same model and optimizer on every rank")
 

@@ -33,7 +33,7 @@ from ..optim.low_bit import CORRECTION, compressed, expanded
 from ..optim.shards import Rows
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import from_bytes
-from . import low_precision, whole_checkpoints
+from . import low_precision, redistributing, whole_checkpoints
 from .first_values import become_the_first, materialize, of_the_first
 from .reading import reading
 from .refusals import check
@@ -62,6 +62,7 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     """
     check(model, opt, mesh, stage)
     shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
+    redistributing.watch(shard, mesh)
     class_of = functools.cache(functools.partial(reading, replicas=replicas))
     if isinstance(opt, Optimizer):
         opt.shards = Rows(shard)

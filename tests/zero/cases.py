@@ -29,6 +29,7 @@ class Uneven(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.first.weight.dtype)
         return self.last(self.second(self.frozen(F.gelu(self.first(x))) * self.scale))
 
 
