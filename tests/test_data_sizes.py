@@ -11,6 +11,7 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile import driver
+from memopt_compile.backends import inductor
 from memopt_compile.render import Report
 
 ROWS, WIDTH = 64, 32
@@ -31,11 +32,11 @@ def build(loss_of, lr=0.1):
     return model, step
 
 
-def beside_eager(loss_of, calls, lr=0.1, **options):
+def beside_eager(loss_of, calls, lr=0.1, lowering="eager", **options):
     """The report of a step that gives what eager does, and the step."""
     torch._dynamo.reset()
     (model, step), (expected, eager) = build(loss_of, lr), build(loss_of, lr)
-    compiled = memopt.compile(step, lowering="eager", **options)
+    compiled = memopt.compile(step, lowering=lowering, **options)
     made: list = []
     with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)), \
             mock.patch.object(driver, "forget", lambda frame, record: made.remove(record)):
@@ -89,6 +90,21 @@ def test_a_budget_is_kept_by_what_is_kept_at_most():
     report, _ = beside_eager(loss_of, masks(ROWS, 3, 0, 30), memory_budget=0.65)
     assert report.kind == "step" and report.plan.again and abs(report.error_percent) < 1
     assert report.measured_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("budget", [{}, {"memory_budget": 0.4}], ids=["all", "budget"])
+def test_on_inductor_the_rest_of_the_step_is_cut(budget):
+    def loss_of(model, x, keep):
+        for _ in range(8):
+            x = x + model(x).sin()
+        return x[keep].square().mean()
+
+    with mock.patch.object(inductor, "one_piece", side_effect=AssertionError("one piece")):
+        report, _ = beside_eager(loss_of, masks(ROWS, 3, ROWS, 30), lowering="inductor", **budget)
+    assert report.kind == "step" and report.data_sizes and abs(report.error_percent) < 3
+    assert not budget or report.plan.again and report.measured_peak_bytes <= report.budget_bytes
 
 
 def test_the_mean_of_none_is_nan():
