@@ -125,9 +125,9 @@ def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable
     try:
         if kind == "model":
             raise read_later.Needed("there is no step")
-        return read_later.take_out(gm)
+        return read_later.take_out(gm, reads=notes.reads > 0)
     except read_later.Needed as error:
-        if not compat_breaks.demands_one_graph(notes.trace):
+        if notes.reads and not compat_breaks.demands_one_graph(notes.trace):
             notes.read_at_once(error)
         return None
 

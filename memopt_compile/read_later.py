@@ -66,14 +66,15 @@ def with_numbers(run: Callable, places: Sequence[int]) -> Callable:
     return run_with_numbers
 
 
-def take_out(gm: fx.GraphModule) -> Callable[[Callable], Callable] | None:
+def take_out(gm: fx.GraphModule, reads: bool = True) -> Callable[[Callable], Callable] | None:
     """Have the Dynamo graph return the tensors that numbers are read off, and none of the numbers that Python computes.
-    What then makes its results of a compiled program's; None if it has no such numbers.
+    What then makes its results of a compiled program's; None if it has no such numbers. Without `reads` it is for the
+    graph to read them.
 
     Raises:
         Needed: it cannot be done.
     """
-    read = [n for n in gm.graph.nodes if n.op == "call_method" and n.target == "item" and not _is_given(n.args[0])]
+    read = [n for n in gm.graph.find_nodes(op="call_method", target="item") if reads and not _is_given(n.args[0])]
     output = gm.graph.output_node()
     results = list(output.args[0])
     python = _behind(read, output)
