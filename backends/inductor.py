@@ -89,7 +89,7 @@ class Lowered:
 
 @dataclass(frozen=True, eq=False)
 class TooLarge:
-    """A program that has more than it may, which was seen before all of its pieces were lowered."""
+    """A program that has more than it may, as was seen before all of its pieces were lowered."""
 
     least_bytes: int  # of the transient peak
     lowered: Callable[[], Lowered]
@@ -156,10 +156,11 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
 def _by_live_bytes(step: StepGraph, called: list[str], parts: list[Piece]) -> list[str]:
     """Names of the pieces, those first in which the schedule has most alive."""
     begin, most = {part.first: name for name, part in zip(called, parts)}, dict.fromkeys(called, 0)
-    name = called[0]
+    name = None  # until the first piece begins
     for point in timeline(step).points:
         name = begin.get(point.node, name)
-        most[name] = max(most[name], point.live_bytes)
+        if name:
+            most[name] = max(most[name], point.live_bytes)
     return sorted(most, key=most.__getitem__, reverse=True)
 
 

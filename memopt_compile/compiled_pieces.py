@@ -38,7 +38,7 @@ class Compiled:
     kernels: compat_inductor.Kernels
 
 
-_cache: dict[tuple[str, bool, str], Compiled] = {}
+_cache: dict[tuple[str | None, bool, str], Compiled] = {}
 
 
 def forget_pieces() -> None:
@@ -49,8 +49,8 @@ class Pieces:
     """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's order within
     each until `reorder` is called, and ``new`` the names of those that were not compiled before.
 
-    `begin`: the C++ compiler works on a piece while it is still lowered. Else it waits for `begin` or `finish`; `finish`
-    comes before the first call.
+    `begin`: the C++ compiler works on a piece while it is still lowered. Else it waits for that of the piece's kernels,
+    or for `finish`, which comes before the first call.
     """
 
     def __init__(self, parts: Mapping[str, Piece], on_cpu: bool, begin: bool) -> None:

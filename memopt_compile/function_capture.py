@@ -131,8 +131,8 @@ def call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kw
 
 
 def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict) -> Any:
-    """Functions that Dynamo would not enter. ``warnings.warn`` speaks while tracing and names the line that it would name in eager, where
-    it is heard once too, unless Python's filters ask for more."""
+    """Functions that Dynamo would not enter. ``warnings.warn`` speaks while tracing and names the line that it would
+    name in eager, where it is heard once too, unless Python's filters ask for more."""
     if self.value is torch.utils.checkpoint.checkpoint_sequential:
         return compat.UserFunctionVariable(checkpoint_sequential).call_function(tx, args, kwargs)
     known = _constants(args, kwargs) if self.value is warnings.warn else None
