@@ -31,7 +31,7 @@ from torch import Tensor
 from .compression import in_rows, slabs_of
 from .memory_plan import MemoryPlan
 from .options import format_bytes
-from .quantization.activations import FORMATS
+from .quantization.named import FORMATS
 from .sensitivity import sensitivity
 from .step_graph import Phase, StepGraph, nbytes
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .compat_sizes import symbols_of_data
 from .compat_trace import hinted
-from .quantization.activations import FORMATS, Packing
+from .quantization.activations import Packing
+from .quantization.named import FORMATS
 
 ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
 

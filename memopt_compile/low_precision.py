@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from . import compat_trace, replaced
 from .distributed.storage import storage_of
 from .errors import QuantizationError
-from .quantization.formats import LINEAR, Linear
+from .quantization.formats import Linear
 from .quantization.linear import TOGETHER
+from .quantization.named import LINEAR
 from .quantization.parameters import NAMES, LowPrecisionTensor, encoded
 
 ROUNDINGS = ("stochastic", "nearest")

@@ -12,7 +12,7 @@ from . import partition
 from .collectives import GATHER
 from .compression import COMPRESS, DECOMPRESS, is_dense, layout
 from .distributed.tensor_parallel import Group
-from .quantization.activations import FORMATS
+from .quantization.named import FORMATS
 from .sensitivity import Sensitivity
 from .step_graph import nbytes
 from .transfers import FROM_HOST, HOST, TO_HOST

@@ -29,7 +29,8 @@ from .optim.low_bit import Formats
 from .optim.one_operator import change, subject
 from .quantization import arithmetic
 from .quantization.factored import Factored
-from .quantization.formats import Format, form_of
+from .quantization.formats import Format
+from .quantization.named import form_of
 from .quantization.operators import (
     DECODE,
     DEQUANTIZE,

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from memopt_compile.compression import COMPRESS
 from memopt_compile.finiteness import REQUIRE_FINITE
 from memopt_compile.options import format_bytes
-from memopt_compile.quantization.activations import FORMATS
+from memopt_compile.quantization.named import FORMATS
 from memopt_compile.step_graph import StepGraph, is_collective, mutated_args, nbytes, storage_roots
 from memopt_compile.step_pass import StepPass
 

@@ -18,7 +18,7 @@ from torch import nn
 import memopt_compile as memopt
 from memopt_compile import devices
 from memopt_compile.frontier import Frontier
-from memopt_compile.quantization.activations import FORMATS
+from memopt_compile.quantization.named import FORMATS
 from memopt_compile.records import compilations
 
 # By a name of its own: the coverage tests have a module `models` too.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization.formats import LINEAR
+from ..quantization.named import LINEAR
 from ..quantization.operators import quantize
 from ..quantization.parameters import LowPrecisionTensor, register
 from . import one_operator

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..quantization.factored import Factored
-from ..quantization.formats import FORMATS, LINEAR, Format, Linear, decode
+from ..quantization.formats import Format, Linear, decode
+from ..quantization.named import LINEAR, moment
 from ..quantization.operators import decode_moment, dequantize, encode, quantize
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import Rounded, joined, rounded, split, to_bytes
@@ -54,7 +55,7 @@ def formats_of(p: Tensor, group: Mapping[str, Any], moments: Mapping[str, bool])
         return formats
     for name, signed in moments.items():
         if bits != 16:
-            form = FORMATS[bits, signed]
+            form = moment(bits, signed)
             formats[name] = beside(name, form, p) if low else form
         elif signed:
             formats[name] = Rounded(group["rounding_seed"])

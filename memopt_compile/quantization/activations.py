@@ -1,4 +1,4 @@
-"""How an activation may be kept from forward to backward in fewer bytes: one table, `FORMATS`.
+"""How an activation may be kept from forward to backward in fewer bytes.
 
 A tensor is taken as a matrix, `rows`, in the order of its memory: a column is a channel where the
 channels are innermost. A format makes a few tensors of it, its parts, the first dimension of each in
@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .blocks import whole_blocks
+from .blocks import extremes, packed, unpacked, whole_blocks
 
 BLOCK = 128  # elements, or rows, of a group
 LARGEST_FP8 = 448.0
@@ -78,14 +78,10 @@ class Mask(Packing):
     def encode(self, rows: Tensor, shared: Parts) -> list[Tensor]:
         bits = rows if rows.dtype == torch.bool else ~(rows <= 0)
         bits = whole_blocks(bits.reshape(-1), 8 * BLOCK).view(-1, 8, BLOCK).to(torch.int32)
-        byte = bits[:, 0]
-        for i in range(1, 8):
-            byte = byte | (bits[:, i] << i)
-        return [byte.to(torch.uint8)]
+        return [packed(bits, 1)]
 
     def decode(self, shared: Parts, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        shifts = torch.arange(8, dtype=torch.uint8, device=parts[0].device)[:, None]
-        return _cut((parts[0][:, None] >> shifts) & 1, shape).to(dtype)
+        return _cut(unpacked(parts[0], 1), shape).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -181,21 +177,6 @@ class Float8(Packing):
         return _cut(_finite(parts[0].to(dtype) * parts[1].to(dtype)), shape)
 
 
-FORMATS: dict[str, Packing] = {
-    "1-bit mask": Mask(),
-    "1-bit sign": Mask(restores=False),
-    "uint8 index": Index(dtype=torch.uint8),
-    "int16 index": Index(dtype=torch.int16),
-    "int32 index": Index(dtype=torch.int32),
-    "int8": Groups(0.0066, bits=8),
-    "fp8": Float8(0.026),
-    "int4": Groups(0.104),
-    "int4 outliers": Outliers(0.102),
-    "int4 channels": Channels(0.104),
-    "int4 offset": Groups(0.115, offset=True),
-}
-
-
 def _of_scales(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize > 2 else torch.bfloat16
 
@@ -204,24 +185,22 @@ def _quantized(blocks: Tensor, inner: tuple[int, ...], bits: int, offset: bool) 
     """[codes, scales(, offsets)] of groups that extend over the dimensions `inner`."""
     half, of_scales = 2.0 ** (bits - 1), _of_scales(blocks.dtype)
     blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    high, low = blocks.amax(inner, keepdim=True), blocks.amin(inner, keepdim=True)
     if offset:
+        high, low = blocks.amax(inner, keepdim=True), blocks.amin(inner, keepdim=True)
         middle = ((high + low) / 2).to(of_scales)
         scales, blocks, more = ((high - low) / (2 * half)).to(of_scales), blocks - middle, [middle]
     else:
-        scales, more = (torch.where(high >= -low, high, low) / -half).to(of_scales), []
+        scales, more = (extremes(blocks, inner) / -half).to(of_scales), []
     codes = (blocks / torch.where(scales == 0, 1.0, scales)).round().clamp(-half, half - 1)
     if bits == 8:
         return [codes.to(torch.int8), scales, *more]
-    codes = (codes + half).to(torch.uint8)
-    return [codes[:, 0] | (codes[:, 1] << 4), scales, *more]
+    return [packed((codes + half).to(torch.uint8), 4), scales, *more]
 
 
 def _dequantized(parts: Parts, bits: int, dtype: torch.dtype) -> Tensor:
     codes, scales, *offset = parts
     if bits == 4:
-        shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)
-        codes = (codes[:, None] >> shifts.view(2, *[1] * (codes.dim() - 1))) & 15
+        codes = unpacked(codes, 4)
     values = codes.to(scales.dtype) - (8 if bits == 4 else 0)
     values = values.to(dtype) * scales.to(dtype)
     return _finite(values + offset[0].to(dtype) if offset else values)

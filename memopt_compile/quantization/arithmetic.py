@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .blocks import unpacked
+
 if TYPE_CHECKING:
     from .formats import Format
 
@@ -58,8 +60,7 @@ def codes(shares: Tensor, form: Format) -> Tensor:
 def points(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """The points, of `dtype`, of blocks of codes, each a row of bytes."""
     if form.bits == 4:
-        shifts = torch.arange(0, 8, 4, dtype=torch.int32, device=blocks.device)[:, None]
-        blocks = (blocks[:, None].to(torch.int32) >> shifts) & 15
+        blocks = unpacked(blocks.to(torch.int32), 4)
     return of_numbers(blocks, form, dtype)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import whole_blocks
+from .blocks import packed, unpacked, whole_blocks
 
 SIDE = 64
 
@@ -64,8 +64,7 @@ def encode(value: Tensor, form: Factored) -> tuple[Tensor, Tensor]:
     means = torch.cat((row, column / torch.where(mean == 0, 1.0, mean)), 1).view(-1)
     if not form.signed:
         return torch.empty(0, dtype=torch.uint8, device=flat.device), means
-    negative = (whole_blocks(flat, 8) < 0).view(-1, 8)
-    return (negative * _bits(flat.device)).sum(1, dtype=torch.uint8), means
+    return packed((whole_blocks(flat, 8) < 0).view(-1, 8).to(torch.uint8), 1), means
 
 
 def decode(signs: Tensor, means: Tensor, form: Factored, count: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +73,7 @@ def decode(signs: Tensor, means: Tensor, form: Factored, count: int, dtype: torc
     value = (row.unsqueeze(2) * column.unsqueeze(1)).view(-1)[:count]
     if not form.signed:
         return value
-    negative = (signs.unsqueeze(1) & _bits(signs.device)).view(-1)[:count] != 0
+    negative = unpacked(signs, 1).view(-1)[:count] != 0
     return torch.where(negative, -value, value)
 
 
@@ -89,8 +88,3 @@ def _counts(count: int, form: Factored, device: torch.device) -> tuple[Tensor, T
     of_rows, of_columns = rest - places * SIDE, ((rest - places + SIDE - 1) / SIDE).floor()
     return (*(torch.cat((rows, last.clamp(1, SIDE).unsqueeze(0))) for last in (of_rows, of_columns)),
             torch.cat((all_of_it, all_of_it.new_full((1,), float(rest)))))
-
-
-def _bits(device: torch.device) -> Tensor:
-    """1, 2, 4 .. 128."""
-    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)

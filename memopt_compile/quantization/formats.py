@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import arithmetic, factored, tables
-from .blocks import whole_blocks
+from .blocks import extremes, packed, whole_blocks
 from .factored import Factored
 from .rounding import moves, noise, places_from
 
@@ -112,25 +112,6 @@ def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
     return tuple(sorted(points))
 
 
-# Formats by (bits, whether values may be negative).
-FORMATS: dict[tuple[int, bool], Format | Factored] = {
-    (8, True): Format(8, 256, dynamic_map(8, True), 7),
-    (8, False): Format(8, 256, dynamic_map(8, False), 7),
-    (4, True): Format(4, 128, dynamic_map(4, True), 3),
-    (4, False): Format(4, 128, tuple((i + 1) / 16 for i in range(16))),
-    (1, True): Factored(True),
-    (1, False): Factored(False),
-}
-# Linear formats by bits.
-LINEAR = {bits: Linear(bits) for bits in (8, 10, 12)}
-
-
-def form_of(map: str, bits: int, block: int, seed: int | None = None, first: int = 0) -> Format | Factored | Linear:
-    """The format of these, as operators name it."""
-    form = LINEAR[bits] if map == "linear" else FORMATS[bits, map == "signed"]
-    return form._replace(block=block, seed=seed, first=first)
-
-
 def encode(value: Tensor, form: Format | Factored, draws: Any = 0, first: Any = 0,
            by: Any = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of all elements in row-major order: uint8, see `Format.shape`; float32.
@@ -145,17 +126,14 @@ def encode(value: Tensor, form: Format | Factored, draws: Any = 0, first: Any = 
     flat = whole_blocks(value.reshape(-1).to(torch.float32), form.block)
     blocks = flat.view(-1, *form.shape)
     inner = list(range(1, blocks.dim()))
-    scales = blocks.amax(inner, keepdim=True)
-    if form.points[0] < 0:
-        least = blocks.amin(inner, keepdim=True)
-        scales = torch.where(scales >= -least, scales, least)
+    scales = extremes(blocks, inner) if form.points[0] < 0 else blocks.amax(inner, keepdim=True)
     shares = blocks / torch.where(scales == 0, 1.0, scales)
     codes = (by or _faster()).codes(shares, form)
     if form.seed is not None:
         drawn = noise(places_from(first + form.first, flat), form.seed, draws).view(shares.shape)
         codes = _one_of_two(shares, codes, form, drawn, by or _faster())
     if form.bits == 4:
-        codes = codes[:, 0] | (codes[:, 1] << 4)
+        codes = packed(codes, 4)
     return codes.view(-1)[:form.sizes(count)[0]], scales.view(-1)
 
 

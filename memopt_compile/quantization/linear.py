@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import whole_blocks
+from .blocks import packed, unpacked, whole_blocks
 from .formats import Linear
 from .rounding import moves, noise, places_from
 
@@ -43,37 +43,30 @@ def encode(value: Tensor, form: Linear, draws: Any = 0, first: Any = 0) -> list[
         near = codes / most * scales
         others = (blocks - near).sign().add(codes).clamp(-most, most)
         codes = (others - codes).mul(moves(blocks, near, others / most * scales, drawn)).add(codes)
-    return [*packed(codes.to(torch.int32).view(-1)[:count], form.bits), scales.view(-1)]
+    return [*planes_of(codes.to(torch.int32).view(-1)[:count], form.bits), scales.view(-1)]
 
 
 def decode(parts: Sequence[Tensor], form: Linear, count: int) -> Tensor:
     """The `count` elements as a vector of float32."""
     *planes, scales = parts
-    codes = whole_blocks(unpacked(planes, form.bits, count), form.block).view(-1, form.block)
+    codes = whole_blocks(codes_of(planes, form.bits, count), form.block).view(-1, form.block)
     return (codes.to(torch.float32) / form.largest * scales[:, None]).view(-1)[:count]
 
 
-def packed(codes: Tensor, bits: int) -> list[Tensor]:
+def planes_of(codes: Tensor, bits: int) -> list[Tensor]:
     """[low, (high)] of a vector of int32."""
     low = (codes & 255).to(torch.uint8)
     if bits == 8:
         return [low]
     width = bits - 8
     rest = (codes >> 8) & (2**width - 1)
-    rest = whole_blocks(rest, 8 // width).view(-1, 8 // width)
-    high = rest[:, 0]
-    for i in range(1, 8 // width):
-        high = high | (rest[:, i] << (i * width))
-    return [low, high.to(torch.uint8)]
+    return [low, packed(whole_blocks(rest, 8 // width).view(-1, 8 // width), width)]
 
 
-def unpacked(planes: Sequence[Tensor], bits: int, count: int) -> Tensor:
+def codes_of(planes: Sequence[Tensor], bits: int, count: int) -> Tensor:
     """The vector of int32 again."""
     codes = planes[0].to(torch.int32)
     if bits > 8:
-        width = bits - 8
-        shifts = torch.arange(0, 8, width, dtype=torch.int32, device=codes.device)
-        rest = (planes[1].to(torch.int32)[:, None] >> shifts) & (2**width - 1)
-        codes = codes | (rest.view(-1)[:count] << 8)
+        codes = codes | (unpacked(planes[1].to(torch.int32), bits - 8).view(-1)[:count] << 8)
     half = 2 ** (bits - 1)
     return (codes ^ half) - half

@@ -4,7 +4,7 @@
 They go through a tensor a slab at a time, so that what they hold beside operand and result stays
 small. For Inductor `whole_value` stands in the place of `dequantize`: see `inlining`. `decode` stays what
 it is: a dynamic map is a long formula, which Inductor would write out in each of a moment's readers. A
-format is named by its map, bits and block: see `formats.form_of`.
+format is named by its map, bits and block: see `named.form_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import arithmetic, formats, linear, tables
-from .formats import Format, Linear, form_of
+from .formats import Format, Linear
+from .named import form_of
 
 ELEMENTS = 1 << 15  # of a slab: a few arrays of so many are held
 ON_A_GPU = 8  # times as many: every operator on a slab is a launch

@@ -32,6 +32,7 @@ from models import GPT, GPTConfig  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile.quantization import activations  # noqa: E402
+from memopt_compile.quantization.named import FORMATS  # noqa: E402
 
 WAYS = {"exact": None, "int8": "int8", "int4": "int4", "plain int4": "int4"}
 
@@ -71,7 +72,7 @@ def train(way: str, seed: int, steps: int) -> tuple[float, str]:
 
     generator = torch.Generator().manual_seed(seed)
     options: dict = {"lowering": "eager", "recompute": False, "compress": WAYS[way]}
-    with mock.patch.dict(activations.FORMATS, PLAIN) if "plain" in way else contextlib.nullcontext():
+    with mock.patch.dict(FORMATS, PLAIN) if "plain" in way else contextlib.nullcontext():
         if WAYS[way]:
             least = memopt.explain(step, *random_batch(ids, 16, 64, generator), memory_budget=[1],
                                    **options)

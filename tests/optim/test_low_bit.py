@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from memopt_compile.errors import OptimizerError
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
 from memopt_compile.quantization import arithmetic, tables
-from memopt_compile.quantization.formats import FORMATS, decode, encode
+from memopt_compile.quantization.formats import decode, encode
+from memopt_compile.quantization.named import moment
 from memopt_compile.quantization.rounding import Rounded
 
-MAPS = {key: form for key, form in FORMATS.items() if key[0] > 1}  # test_factored has the others
+MAPS = {key: moment(*key) for key in itertools.product((8, 4), (True, False))}  # test_factored has the others
 forms = pytest.mark.parametrize("key", MAPS, ids=str)
 BIG, SMALL = (80, 60), (7,)
 MAKERS = {
@@ -48,8 +50,8 @@ def test_maps_are_those_of_others():
     for (width, signed), form in MAPS.items():
         assert len(form.points) == 2**width and list(form.points) == sorted(set(form.points))
         assert form.points[-1] == 1 and (form.points[0] < 0) == signed
-    assert FORMATS[8, True].points[0] == pytest.approx(-0.99297, abs=1e-5)
-    assert FORMATS[4, True].points[8:12] == pytest.approx([0.0055, 0.0325, 0.0775, 0.2125])
+    assert MAPS[8, True].points[0] == pytest.approx(-0.99297, abs=1e-5)
+    assert MAPS[4, True].points[8:12] == pytest.approx([0.0055, 0.0325, 0.0775, 0.2125])
     assert [0 in form.points for form in MAPS.values()] == [True, False, True, False]
 
 
@@ -57,7 +59,7 @@ def test_maps_are_those_of_others():
 @given(shape=st.lists(st.integers(0, 30), min_size=1, max_size=3).map(tuple),
        seed=st.integers(0, 99), scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e9]))
 def test_every_element_is_its_nearest_point(key, shape, seed, scale):
-    form, x = FORMATS[key], values(shape, key[1], seed) * scale
+    form, x = MAPS[key], values(shape, key[1], seed) * scale
     codes, scales = encode(x, form)
     assert (codes.numel(), scales.numel()) == form.sizes(x.numel())
     flat, got = x.view(-1), kept(x, form).view(-1)
@@ -72,7 +74,7 @@ def test_every_element_is_its_nearest_point(key, shape, seed, scale):
 @forms
 @given(seed=st.integers(0, 999), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_encoding_again_changes_nothing(key, seed, dtype):
-    form, x = FORMATS[key], values((7, 61), key[1], seed).to(dtype)
+    form, x = MAPS[key], values((7, 61), key[1], seed).to(dtype)
     codes, scales = encode(x, form)
     again = encode(kept(x, form), form)
     assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])
@@ -80,7 +82,7 @@ def test_encoding_again_changes_nothing(key, seed, dtype):
 
 def shares_near_boundaries(key, seed, power):
     """Float32 shares: random ones, and the middles of neighbouring points with floats around."""
-    points = torch.tensor(FORMATS[key].points, dtype=torch.float64)
+    points = torch.tensor(MAPS[key].points, dtype=torch.float64)
     ends = (points[1:] + points[:-1]) / 2
     x = torch.rand(2000, generator=torch.Generator().manual_seed(seed)) ** power
     near = ends.float()
@@ -93,13 +95,13 @@ def shares_near_boundaries(key, seed, power):
 def test_table_gives_the_codes_of_the_arithmetic(key, seed, power):
     """So eager and captured steps store the same."""
     x, _, _ = shares_near_boundaries(key, seed, power)
-    assert torch.equal(tables.codes(x, FORMATS[key]), arithmetic.codes(x, FORMATS[key]))
+    assert torch.equal(tables.codes(x, MAPS[key]), arithmetic.codes(x, MAPS[key]))
 
 
 @forms
 def test_table_changes_code_where_the_arithmetic_does(key):
     """The last float of each code and the first of the next, found by bisection, are the table's."""
-    form, low = FORMATS[key], torch.zeros(2**key[0] - 1, dtype=torch.int64)
+    form, low = MAPS[key], torch.zeros(2**key[0] - 1, dtype=torch.int64)
     codes, high = torch.arange(2**key[0] - 1), torch.full_like(low, 2**31)
 
     def ordered(number):  # ascending in the floats of [−1, 1], or of [0, 1]
@@ -120,7 +122,7 @@ def test_table_changes_code_where_the_arithmetic_does(key):
 def test_arithmetic_gives_the_codes_of_a_search(key, seed, power):
     """But for elements so near to the middle of two points that either is as good."""
     x, points, ends = shares_near_boundaries(key, seed, power)
-    got, wanted = arithmetic.codes(x, FORMATS[key]).long(), torch.bucketize(x.double(), ends)
+    got, wanted = arithmetic.codes(x, MAPS[key]).long(), torch.bucketize(x.double(), ends)
     lower = torch.minimum(got, wanted).clamp(max=len(ends) - 1)
     near = (x.double() - ends[lower]).abs() <= 2**-14 * (points[lower + 1] - points[lower])
     assert ((got == wanted) | (near & ((got - wanted).abs() == 1))).all()
@@ -129,7 +131,7 @@ def test_arithmetic_gives_the_codes_of_a_search(key, seed, power):
 @forms
 def test_arithmetic_has_the_points_of_the_map(key):
     """All codes to a few units in the last place, the largest point and 0 exactly."""
-    form = FORMATS[key]
+    form = MAPS[key]
     codes = torch.arange(2**form.bits, dtype=torch.uint8)
     rows = codes.view(-1, 256) if form.bits == 8 else torch.arange(256, dtype=torch.uint8).view(4, 64)
     for dtype, error in ((torch.float32, 5e-7), (torch.float64, 2e-15)):
@@ -142,14 +144,14 @@ def test_arithmetic_has_the_points_of_the_map(key):
 
 @forms
 def test_zeros_stay_zeros(key):
-    assert not kept(torch.zeros(300), FORMATS[key]).any()
+    assert not kept(torch.zeros(300), MAPS[key]).any()
 
 
 @pytest.mark.parametrize(("key", "largest"), [((8, True), 0.012), ((8, False), 0.007),
                                               ((4, True), 0.20), ((4, False), 0.20)])
 def test_error_of_a_normal_tensor(key, largest):
     x = values((1 << 16,), key[1])
-    assert float((kept(x, FORMATS[key]) - x).norm() / x.norm()) <= largest
+    assert float((kept(x, MAPS[key]) - x).norm() / x.norm()) <= largest
 
 
 @every

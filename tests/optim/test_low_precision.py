@@ -14,7 +14,7 @@ from torch import nn
 import memopt_compile as memopt
 from memopt_compile import optim, records
 from memopt_compile.errors import OptimizerError
-from memopt_compile.quantization.formats import FORMATS, LINEAR
+from memopt_compile.quantization.named import LINEAR, moment
 from memopt_compile.quantization.operators import decode, encode, few_slabs
 
 SIZE, STEPS = (53, 40), 4  # 2,120 elements: a whole group and a tail
@@ -49,7 +49,7 @@ SEEDS = {"momentum_buffer": 0x70E3, "exp_avg": 0x11C5, "exp_avg_sq": 0x2B39, "gr
 
 def stored(p, name, rounding, signed=True):
     seed = None if rounding == "nearest" else SEEDS[name]
-    form = LINEAR[8] if name == "gradient" else FORMATS[8, signed]
+    form = LINEAR[8] if name == "gradient" else moment(8, signed)
     return Q(torch.zeros(p.shape), form._replace(block=2048, seed=seed), int(p.draws))
 
 

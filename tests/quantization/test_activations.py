@@ -14,8 +14,10 @@ from memopt_compile.compression import (
     whole_value,
 )
 from memopt_compile.measure import measure
-from memopt_compile.quantization.activations import FORMATS
+from memopt_compile.quantization.activations import Packing
+from memopt_compile.quantization.named import FORMATS as ALL
 
+FORMATS = {name: form for name, form in ALL.items() if isinstance(form, Packing)}
 LOSSY = [name for name, form in FORMATS.items() if form.error]
 FOUR_BITS = [name for name in LOSSY if "int4" in name]
 

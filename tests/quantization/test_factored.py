@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_compile.quantization.factored import SIDE
-from memopt_compile.quantization.formats import FORMATS, decode, encode
+from memopt_compile.quantization.formats import decode, encode
+from memopt_compile.quantization.named import moment
 
 BLOCK = SIDE * SIDE
 both = pytest.mark.parametrize("signed", [True, False])
@@ -20,7 +21,7 @@ def values(count: int, signed: bool, seed: int) -> torch.Tensor:
 
 
 def kept(x: torch.Tensor, signed: bool) -> torch.Tensor:
-    form = FORMATS[1, signed]
+    form = moment(1, signed)
     codes, means = encode(x, form)
     assert [codes.numel(), means.numel()] == form.part_sizes(x.numel())
     return decode(codes, means, form, x.numel(), x.dtype)

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_compile.quantization import arithmetic, linear, operators, rounding
-from memopt_compile.quantization.formats import FORMATS, LINEAR, Linear
+from memopt_compile.quantization.formats import Linear
+from memopt_compile.quantization.named import LINEAR, moment
 
+MOMENTS = [moment(bits, signed) for bits in (8, 4) for signed in (True, False)]
 widths = pytest.mark.parametrize("bits", LINEAR)
 counts = st.one_of(st.integers(1, 20), st.sampled_from([2047, 2048, 2049, 4099]))
 
@@ -24,8 +26,8 @@ def test_packing_gives_the_codes_back(bits, count, seed):
     generator = torch.Generator().manual_seed(seed)
     most = 2 ** (bits - 1)
     codes = torch.randint(-most, most, (count,), generator=generator, dtype=torch.int32)
-    planes = linear.packed(codes, bits)
-    assert torch.equal(linear.unpacked(planes, bits, count), codes)
+    planes = linear.planes_of(codes, bits)
+    assert torch.equal(linear.codes_of(planes, bits, count), codes)
     assert sum(plane.numel() for plane in planes) == LINEAR[bits].sizes(count)[0]
 
 
@@ -68,7 +70,7 @@ def points_of(form):
     return arithmetic.of_numbers(torch.arange(2**form.bits, dtype=torch.uint8), form, torch.float32)
 
 
-@pytest.mark.parametrize("form", [*LINEAR.values(), *(f for f in FORMATS.values() if f.bits > 1)], ids=lambda f: f"{f.map}{f.bits}")
+@pytest.mark.parametrize("form", [*LINEAR.values(), *MOMENTS], ids=lambda f: f"{f.map}{f.bits}")
 @pytest.mark.parametrize("x", [0.7713, 0.0317, 0.00412])
 def test_mean_over_all_draws_is_the_number(form, x):
     """E[Q(x)] = x, over each of the 2^16 numbers that may be drawn, not a sample of them."""
@@ -85,7 +87,7 @@ def test_mean_over_all_draws_is_the_number(form, x):
         assert abs(mean - shares[0].double()) <= 2**-16 * abs(points[other] - points[nearest]) + 1e-9
 
 
-@pytest.mark.parametrize("form", [*LINEAR.values(), FORMATS[8, True], FORMATS[8, False], FORMATS[4, True]],
+@pytest.mark.parametrize("form", [*LINEAR.values(), moment(8, True), moment(8, False), moment(4, True)],
                          ids=lambda f: f"{f.map}{f.bits}")
 def test_mean_of_many_writes_is_the_number(form):
     """Through the whole encoder, with the hash that draws: as near as so many samples can be."""
@@ -103,7 +105,7 @@ def test_mean_of_many_writes_is_the_number(form):
     assert error.mean() < biased.mean() / 3
 
 
-@pytest.mark.parametrize("form", [Linear(12, seed=3), Linear(10, 96, seed=3), FORMATS[8, True]._replace(
+@pytest.mark.parametrize("form", [Linear(12, seed=3), Linear(10, 96, seed=3), moment(8, True)._replace(
     block=2048, seed=3)], ids=str)
 def test_slabs_give_what_the_whole_does(form):
     x, draws = values(70_001), torch.tensor(9)
