@@ -88,11 +88,16 @@ def test_not_cut(build):
     check(build, build)
 
 
-@pytest.mark.parametrize("name", [name for name, build in BUILDS.items() if places(build)])
+def number(name: str) -> int:
+    """A row's own, which stays."""
+    return zlib.crc32(name.encode())
+
+
+@pytest.mark.parametrize("name", [name for name, build in BUILDS.items() if places(build) and number(name) % 3 == 0])
 def test_somewhere(name):
-    """The place is the row's own, and stays."""
+    """A third of the rows, each in one place: `cut.py` takes half an hour for all."""
     build = BUILDS[name]
-    check(build, cut(build, zlib.crc32(name.encode()) % places(build)))
+    check(build, cut(build, number(name) // 3 % places(build)))
 
 
 def test_a_cut_step_is_cut():

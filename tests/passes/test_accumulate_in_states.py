@@ -14,7 +14,7 @@ from memopt_compile.errors import OptionError
 from memopt_compile.passes.accumulate_in_states import AccumulateInStates
 from memopt_compile.passes.canonicalize import Canonicalize
 
-LAYERS, WIDTH, N = 6, 32, 4
+LAYERS, WIDTH, N = 4, 32, 4
 
 
 def doubles(*shape):

@@ -1,6 +1,10 @@
+import re
+
+import pytest
 import torch
 from graphs import captured, ordinary_step, outcome, two_layers
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import memopt_compile as memopt
 from memopt_compile import records
@@ -178,3 +182,17 @@ def test_convolutions_and_norms_train_as_in_eager():
 
     got, wanted = losses("eager"), losses(None)
     assert all(abs(a - b) < 1e-4 * b for a, b in zip(got, wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_decoding_is_part_of_the_kernel_that_reads_it():
+    """Of embedding and norm; an operand of cuBLAS, such as a linear layer's weight, would be written first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda()
+    memopt.quantize_parameters_(model, skip="2.*")
+    model[:2].requires_grad_(False)
+    compiled = torch.compile(training_step(model), backend="memopt")
+    _, codes = run_and_get_code(compiled, torch.arange(16, device="cuda"))
+    reading_codes = re.findall(r"'in_ptr\d+': '\*u8'.*\n(?:.*\n)*?def (\w+)", "\n".join(codes))
+    assert reading_codes and all("embedding" in name and "layer_norm" in name for name in reading_codes)
