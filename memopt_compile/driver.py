@@ -40,7 +40,7 @@ from . import (
     zero,
 )
 from .backends import eager, inductor
-from .distributed import tensor_parallel
+from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
 from .records import Compilation, forget, nothing_runs, remember
@@ -386,8 +386,9 @@ def _reset() -> None:
 
 
 def uninstall() -> None:
-    """Take away what memopt has changed in the process: Dynamo's wrapper, the heap's thresholds."""
+    """Take away what memopt has changed in the process: Dynamo's wrapper, methods of DTensor, the heap's thresholds."""
     _unwrap()
+    wrapping.put_back()
     devices.give_freed_bytes_back()
 
 
