@@ -263,7 +263,7 @@ from torch.distributed.tensor import DTensor
 methods = dict(vars(DTensor))
 with memopt_compile.planned_ranks(2) as mesh:
     shared = torch.nn.Linear(4, 4)
-    memopt_compile.shard_(shared, torch.optim.SGD(shared.parameters()), mesh)
+    memopt_compile.shard_(shared, torch.optim.AdamW(shared.parameters()), mesh)
 wrapped = {name for name, method in vars(DTensor).items() if method is not methods.get(name)}
 assert wrapped == {"redistribute", "__deepcopy__", "__reduce_ex__", "__create_write_items__"}
 memopt_compile.driver.uninstall()
