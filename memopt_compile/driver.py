@@ -110,7 +110,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model":
         piece = second_derivative.copied(gm)
         origin = build.dynamo_inputs(gm)
-        run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
+        with zero.naming_mixtures(notes.where):
+            run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
         return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
