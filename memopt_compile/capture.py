@@ -347,7 +347,10 @@ def scope(step: Any, code: Any, options: Any = None,
     if not _FORMS:
         _FORMS.update({**optimizer_capture.single_tensor_forms(), **function_capture.FORMS})
     if "torch.distributed.tensor" in sys.modules:
+        from .distributed import norms
+
         compat.keep_placements(torch.ops.memopt.gradient.default)
+        _FORMS[torch.nn.utils.get_total_norm] = norms.total_norm
     # Tracing makes millions of objects that stay. Going through all of them again and again takes long.
     collected = gc.get_threshold()
     gc.set_threshold(*collected[:2], 1000)

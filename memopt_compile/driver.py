@@ -40,7 +40,7 @@ from . import (
     zero,
 )
 from .backends import eager, inductor
-from .distributed import tensor_parallel
+from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
 from .records import Compilation, forget, nothing_runs, remember
@@ -110,7 +110,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model":
         piece = second_derivative.copied(gm)
         origin = build.dynamo_inputs(gm)
-        run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
+        with zero.naming_mixtures(notes.where):
+            run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
         return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
@@ -386,8 +387,9 @@ def _reset() -> None:
 
 
 def uninstall() -> None:
-    """Take away what memopt has changed in the process: Dynamo's wrapper, the heap's thresholds."""
+    """Take away what memopt has changed in the process: Dynamo's wrapper, methods of DTensor, the heap's thresholds."""
     _unwrap()
+    wrapping.put_back()
     devices.give_freed_bytes_back()
 
 

@@ -64,11 +64,13 @@ def radam(*lists: Any, capturable: bool, **kwargs: Any) -> None:
 
 
 def asgd(*lists: Any, capturable: bool, **kwargs: Any) -> None:
-    """ASGD asks whether it averages yet; its capturable form averages with weight one."""
-    steps = [step.to(torch.float64) for step in lists[5]]
-    compat.single_tensor_asgd(*lists[:5], steps, capturable=True, **kwargs)
-    for step, counted in zip(lists[5], steps):
-        step.copy_(counted)
+    """ASGD asks whether it averages yet; its capturable form averages with weight one. Its numbers (mu, eta, steps)
+    are float32, and in eager Python's: 1 - lambd * eta is a rounding away from 1."""
+    numbers = [[number.to(torch.float64) for number in of_each] for of_each in lists[3:6]]
+    compat.single_tensor_asgd(*lists[:3], *numbers, capturable=True, **kwargs)
+    for of_each, new in zip(lists[3:6], numbers):
+        for number, value in zip(of_each, new):
+            number.copy_(value)
 
 
 CAPTURABLE = {radam: compat.single_tensor_radam, asgd: compat.single_tensor_asgd}

@@ -7,7 +7,7 @@ parameters (`distributed.storage`); they become further inputs here, which `with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,20 @@ def check_writes(gm: fx.GraphModule, quoted: Callable[[fx.Node], str]) -> None:
         written, parameter = found
         storage = storage_of(parameter.meta.get("example_value"))
         raise lost(storage.name if storage else "", quoted(written))
+
+
+@contextlib.contextmanager
+def naming_mixtures(where: str) -> Iterator[None]:
+    """A scope in which a function is traced, with an `OptionError` where PyTorch says that it mixes rows and whole tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise OptionError(
+            "a loss is computed from whole tensors and from p of model.parameters(), of which this rank has its rows",
+            where=where, do="read parameters from their modules, which gather them (layer.weight), or make what is computed from "
+            "rows whole: sum(p.square().sum() for p in ..).full_tensor()") from error
 
 
 def add_wholes(step: StepGraph, origin: Origin) -> list[Storage]:

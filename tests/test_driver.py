@@ -259,8 +259,15 @@ import memopt_compile.driver
 torch.compile(train, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 4))
 assert changed() == {("torch._dynamo.convert_frame", "ConvertFrameAssert", "__call__")}
 assert torch.equal(torch.compile(grads, backend="eager")(x), torch.full((3,), 2.0))
+from torch.distributed.tensor import DTensor
+methods = dict(vars(DTensor))
+with memopt_compile.planned_ranks(2) as mesh:
+    shared = torch.nn.Linear(4, 4)
+    memopt_compile.shard_(shared, torch.optim.AdamW(shared.parameters()), mesh)
+wrapped = {name for name, method in vars(DTensor).items() if method is not methods.get(name)}
+assert wrapped == {"redistribute", "__deepcopy__", "__reduce_ex__", "__create_write_items__"}
 memopt_compile.driver.uninstall()
-assert not changed()
+assert not changed() and dict(vars(DTensor)) == methods
 print("clean")
 """
 

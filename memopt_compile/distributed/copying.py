@@ -13,19 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import wrapping
+
 
 def let_windows_be_copied(meshes: Any) -> None:
     """From now on DTensors over one of `meshes` are copied and pickled with their rows alone."""
-    if "__deepcopy__" in vars(DTensor):
-        return
+    def deepcopy_of(inherited: Any) -> Any:
+        def deepcopy(t: DTensor, memo: dict) -> DTensor:
+            return memo[id(t)] if id(t) in memo else copied(t, memo) if _is_window(t, meshes) else inherited(t, memo)
 
-    def deepcopy(t: DTensor, memo: dict) -> DTensor:
-        return memo[id(t)] if id(t) in memo else copied(t, memo) if _is_window(t, meshes) else Tensor.__deepcopy__(t, memo)
+        return deepcopy
 
-    def reduce(t: DTensor, protocol: Any) -> Any:
-        return Tensor.__reduce_ex__(apart(t) if _is_window(t, meshes) else t, protocol)
+    def reduce_of(inherited: Any) -> Any:
+        def reduce(t: DTensor, protocol: Any) -> Any:
+            return inherited(apart(t) if _is_window(t, meshes) else t, protocol)
 
-    DTensor.__deepcopy__, DTensor.__reduce_ex__ = deepcopy, reduce  # type: ignore[method-assign]
+        return reduce
+
+    wrapping.replace(DTensor, "__deepcopy__", deepcopy_of)
+    wrapping.replace(DTensor, "__reduce_ex__", reduce_of)
 
 
 def copied(t: DTensor, memo: dict) -> DTensor:

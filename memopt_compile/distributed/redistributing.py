@@ -1,14 +1,16 @@
-"""Ranks say so before eager code has a DTensor gathered: by ``p.full_tensor()``, or of what `state_dict()` gives out.
+"""Ranks say so before eager code has a DTensor gathered, by ``p.full_tensor()`` or of what `state_dict()` gives out, or saved
+by torch.distributed.checkpoint.
 
-Those are methods of PyTorch's, and so the one that they share, `DTensor.redistribute`, is wrapped in the first call of
-`shard_`. The wrapper acts for DTensors over a mesh that shares a model, where something is sent, and outside of
-traces. Operators that redistribute what they are given go past it.
+Those are methods of PyTorch's, and so two of `DTensor` are wrapped in `shard_`: `redistribute`, and the one by which a save
+begins. The wrappers act for DTensors over a mesh that shares a model, outside of traces. Operators that redistribute
+what they are given go past them, and saves on another thread, beside which the step goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..quantization.parameters import LowPrecisionTensor
-from . import meeting
+from . import meeting, wrapping
 from .copying import let_windows_be_copied
 from .lost import naming_the_lost
 
@@ -32,8 +34,8 @@ def watch(mesh: Any, all_ranks: Any) -> None:
     redistributes a DTensor over it."""
     _watched[mesh] = all_ranks
     let_windows_be_copied(_watched)
-    if not hasattr(DTensor.redistribute, "__wrapped__"):
-        DTensor.redistribute = _saying(DTensor.redistribute)  # type: ignore[method-assign]
+    wrapping.replace(DTensor, "redistribute", _saying)
+    wrapping.replace(DTensor, "__create_write_items__", _saying_of_a_save)
 
 
 @contextlib.contextmanager
@@ -58,6 +60,19 @@ def _saying(redistribute: Any) -> Any:
         return redistribute(self, device_mesh, placements, **how)
 
     return redistribute_together
+
+
+def _saying_of_a_save(write_items: Any) -> Any:
+    @functools.wraps(write_items)
+    def write_items_together(self: DTensor, name: str, value: Any) -> Any:
+        all_ranks = _watched.get(self.device_mesh)
+        if all_ranks is not None and threading.current_thread() is threading.main_thread():
+            where = f"saving {name} by torch.distributed.checkpoint"
+            with naming_the_lost(all_ranks, where):
+                meeting.come_together(f"saves {name} by torch.distributed.checkpoint", all_ranks, where, replicas=False)
+        return write_items(self, name, value)
+
+    return write_items_together
 
 
 def _sends(t: DTensor, placements: Any) -> bool:

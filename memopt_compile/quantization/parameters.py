@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import compat_subclass
 from ..errors import QuantizationError
 from .formats import Linear
+from .loading import Loading
 from .operators import decode, dequantize, encode, part_of, quantize
 
 aten = torch.ops.aten
@@ -36,6 +37,7 @@ class LowPrecisionTensor(Tensor):
     __torch_function__ = compat_subclass.no_torch_function
 
     form: Linear
+    loading: Loading | None = None
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], form: Linear, size: Sequence[int], dtype: torch.dtype,
@@ -102,6 +104,13 @@ class LowPrecisionTensor(Tensor):
     def apply_(self, function: Callable) -> Tensor:
         """As `Tensor.apply_`, which would write to memory that is not there."""
         return self.copy_(self.dequantize().apply_(function))
+
+    def __get_tensor_shard__(self, index: Any) -> LowPrecisionTensor:
+        """What torch.distributed.checkpoint saves, or narrows to load into it part by part."""
+        here = self.detach()
+        self.loading = self.loading or Loading(self.detach())
+        here.narrow = self.loading.narrow  # type: ignore[method-assign]
+        return here
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(_names(self.form)), (self.form, tuple(self.shape), self.dtype)

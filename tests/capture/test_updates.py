@@ -116,3 +116,15 @@ def test_one_step_of_models_of_several_sizes():
     torch.compiler.reset()
     got = trained(torch.compile(step, backend="memopt", options=EAGER))
     torch.testing.assert_close(got, trained(step), rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_of_asgd_are_as_exact_as_pythons(monkeypatch):
+    """Its state has them in float32, of which 1 - lambd * eta would be a rounding off in each step."""
+    found, _ = trained(lambda m: torch.optim.ASGD(m.parameters(), lr=0.01), monkeypatch, False)
+    model, generator = net(), torch.Generator().manual_seed(1)
+    opt = torch.optim.ASGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randn(4, 6, dtype=torch.float64, generator=generator)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert max(float((p - q).abs().max()) for p, q in zip(found, model.parameters())) <= 1e-14

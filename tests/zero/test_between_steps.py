@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import cases
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import memopt_compile as memopt
 from memopt_compile import records
 
-GATHERS = {1: 4, 3: 9}  # calls of a step, by stage
+GATHERS = {1: 5, 3: 10}  # calls of a step, by stage; one for the largest gradient
 RUNS = "rank 0 runs the step test_between_steps.py"
 
 
@@ -50,7 +51,9 @@ def alone(rank, ranks, replicas=1):
     found = {
         f"{RUNS}|{me} reads 0.weight": instead(lambda: model(batch[0])),
         f"{RUNS}|{me} runs the model test_between_steps.py": instead(lambda: evaluate(batch[0])),
-        f"{RUNS}|{me} gathers a DTensor of shape (16, 6)": instead(state["0.weight"].full_tensor)}
+        f"{RUNS}|{me} gathers a DTensor of shape (16, 6)": instead(state["0.weight"].full_tensor),
+        f"{RUNS}|{me} saves 0.weight by torch.distributed.checkpoint": instead(  # with which a save begins
+            lambda: state["0.weight"].__create_write_items__("0.weight", state["0.weight"]))}
     if replicas == 1:
         found |= {"rank 0 gathers a DTensor of shape (16, 6)|rank 1 gathers a DTensor of shape (16,)": says(
                       lambda: list(model.parameters())[last].full_tensor()),
@@ -105,22 +108,26 @@ def kept(rank, ranks):
     return found
 
 
-def numbers(batches, stage, mesh=None, of_part=False):
-    """The norm of all gradients and the sum of the squares of all parameters, read off tensors in the step."""
+def numbers(batches, stage, mesh=None, of_part=""):
+    """The largest gradient (of some parameters one of two ranks has no rows) and the sum of the squares of all parameters,
+    read off tensors in the step. With `of_part` the squares of what this rank has are in the loss, or `read`."""
     model = cases.made(cases.Uneven, DOUBLE)
     opt = cases.sgd(model)
     if mesh is not None:
         memopt.shard_(model, opt, mesh, stage=stage)
 
     def step(x, y):
-        F.cross_entropy(model(x), y).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        loss = F.cross_entropy(model(x), y)
+        if of_part == "in the loss":
+            loss = loss + sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=math.inf)
         squares = sum(p.detach().square().sum() for p in model.parameters() if p.requires_grad and p.dim())
         of_first = model.first.weight.detach().norm()
         model.second.weight.detach().norm()  # which nobody reads
         opt.step()
         opt.zero_grad()
-        if of_part:
+        if of_part == "read":
             squares = dict(model.named_parameters())["first.weight"].detach().square().sum()
         elif mesh is not None:
             squares = squares.full_tensor()
@@ -137,7 +144,8 @@ def numbers(batches, stage, mesh=None, of_part=False):
 def of_two(rank, ranks):
     mesh, batches = init_device_mesh("cpu", (ranks,)), list(cases.batches(rank, ranks, DOUBLE))
     read = {stage: numbers(batches, stage, mesh) for stage in (1, 3)}
-    return alone(rank, ranks), kept(rank, ranks), read, says(lambda: numbers(batches, 3, mesh, of_part=True))
+    mixed, of_part = (says(lambda how=how: numbers(batches, 3, mesh, of_part=how)) for how in ("in the loss", "read"))
+    return alone(rank, ranks), kept(rank, ranks), read, mixed, of_part
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +160,7 @@ def replicas(tmp_path_factory):
 
 def test_one_that_does_something_else_is_an_error_on_all(pair, replicas):
     for rank in (*(each for each, *_ in pair), *replicas):
-        assert len(rank) >= 3
+        assert len(rank) >= 4
         for words, (kind, text) in rank.items():
             assert kind == "RankError"
             for word in words.split("|"):
@@ -168,12 +176,13 @@ def test_numbers_are_those_of_one_process(pair):
     """And what is asked of a parameter for nothing is not gathered for it, whatever rows ranks have."""
     rows = [cases.batches(rank, 2, DOUBLE) for rank in (0, 1)]
     expected, _ = numbers([tuple(map(torch.cat, zip(*each))) for each in zip(*rows)], 0)
-    for *_, read, _ in pair:
+    for _, _, read, *_ in pair:
         for found, _ in read.values():
             assert float((found - expected).abs().max()) <= 1e-11
         assert [gathers for _, gathers in read.values()] == [GATHERS[1], GATHERS[3]]
 
 
 def test_a_number_of_a_part_is_refused(pair):
-    for *_, (kind, text) in pair:
+    for *_, (mixed, says_what), (kind, text) in pair:
+        assert mixed == "OptionError" and "computed from whole tensors and from p of model.parameters()" in says_what
         assert kind == "OptionError" and "a number is read off a DTensor of which each rank has a part" in text
