@@ -16,6 +16,7 @@ keeps it in s_vf bytes.
     subject to  k_v + r_o + Σ_f c_vf ≥ 1   o makes v, and backward reads v         (`_available`)
                 k_u + r_o + Σ_f c_uf ≥ r_x x reads u, which o makes; f that restore (`_available`)
                 k_v + Σ_f c_vf ≤ 1,  r_o + Σ_f c_vf ≤ 1                            (`_available`)
+                k_v + r_o + Σ_f c_vf ≤ 1   if `strict`                             (`_available`)
                 a_op ≥ a_xp − k_u          x reads u, which o makes; a_xp is r_x   (`_chains`)
                                            once backward has read a result of x
                 b_up ≥ a_xp − k_u,  a_op ≥ b_up − Σ_f c_uf    the same of a u that may be packed
@@ -95,10 +96,11 @@ class Rows:
 class Program:
     """The variables: an r for each group that may run again, a c for each group and format, a k for
     each value, a d for each if any format is lossy; the peak; and an a or b for each operation or
-    value and position that a chain can reach."""
+    value and position that a chain can reach. `strict` programs know that what runs again is not kept, and are by far
+    sooner found to have no solution; beside bursts, of which none knows, plans that were changed come out of the others."""
 
-    def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf):
-        self.problem = problem
+    def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf, strict: bool = False):
+        self.problem, self.strict = problem, strict
         columns: dict[Any, int] = {}
 
         def column(*key: Any) -> int:
@@ -197,7 +199,9 @@ class Program:
             restored = [(1, c) for c, p in self.pack[v].items() if p.restores]
             for x in self.readers[v]:
                 self.rows.add(0, [*kept, *made, *restored, (-1, self.run[x])])
-            if packed:
+            if self.strict and made:
+                self.rows.add(-1, [(-1, column) for _, column in (*kept, *made, *packed)])
+            elif packed:
                 for other in (kept, made):
                     self.rows.add(-1, [(-1, column) for _, column in (*packed, *other)])
 

@@ -10,7 +10,7 @@ leaves nothing. So where that does not converge the plan itself is changed, by w
    points above the limit for the seconds that it adds is taken. If none relieves any the least bad is, and no group
    is changed twice within `REST` turns.
 2. Once the plan fits, each group that is not needed any more is taken out again, the slowest first.
-3. Each of the two takes as many simulations as `OPERATORS` allow, so that the same plan comes out on every machine.
+3. Each of the two takes as many trials (`trials`) as `OPERATORS` allow, so that the same plan comes out on every machine.
 
 What is packed stays as it is, and whatever depends on that (`_movable`).
 """
@@ -18,12 +18,14 @@ What is packed stays as it is, and whatever depends on that (`_movable`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+
+import numpy as np
 
 from .packing import Packed
-from .rematerialization import Outcome, Problem, simulate
+from .rematerialization import Problem, simulate
+from .trials import Trials
 
-OPERATORS = 600_000  # simulated: some two seconds
+OPERATORS = 600_000  # of the steps that are tried: a fifth of a second or so
 REST = 12  # turns
 PATIENCE = 8  # turns without a better plan
 INSTANT = 1e-7  # seconds: what is added counts as at least so much
@@ -42,13 +44,13 @@ def mended(problem: Problem, groups: Sequence[int], again: Collection[int], pack
 
 
 class _Mending:
-    """The groups that may be changed, by their operations (`members`), what is `fixed`, and the simulations that are
-    `left`."""
+    """The groups that may be changed, by their operations (`members`), what is `fixed`, and the trials that are `left`."""
 
     def __init__(self, problem: Problem, members: Mapping[int, frozenset[int]], again: frozenset[int],
                  packed: Mapping[int, Packed], limit: int):
         self.problem, self.members, self.packed, self.limit = problem, members, packed, limit
         self.fixed = again.difference(*members.values())
+        self.trials = Trials(problem, packed)
         self.renew()
 
     def renew(self) -> None:
@@ -60,28 +62,26 @@ class _Mending:
     def seconds(self, groups: Iterable[int]) -> float:
         return sum(self.problem.operations[o].seconds for g in groups for o in self.members[g])
 
-    def outcome(self, groups: Iterable[int]) -> Outcome:
+    def live(self, groups: Iterable[int]) -> np.ndarray:
         self.left -= 1
-        return simulate(self.problem, self.operations(groups), self.packed)
+        return self.trials.bytes(self.operations(groups))
 
     def fit(self, running: frozenset[int]) -> frozenset[int] | None:
         """Rule 1; None if it comes to no end."""
-        outcome = self.outcome(running)
-        excess = least = _excess(outcome, self.limit)
+        excess = least = _excess(self.live(running), self.limit)
         changed: dict[int, int] = {}  # the turn in which a group was
         turn = since = 0
         while excess:
-            found: list[tuple[float, int, int, Outcome]] = []
-            for group in _near(self.problem, outcome, self.members):
+            found: list[tuple[float, int, int]] = []
+            for group in self.near(running):
                 if turn - changed.get(group, -REST) < REST:
                     continue
-                trial = self.outcome(running ^ {group})
-                gain = excess - (remains := _excess(trial, self.limit))
+                gain = excess - (remains := _excess(self.live(running ^ {group}), self.limit))
                 cost = max(INSTANT, -self.seconds([group]) if group in running else self.seconds([group]))
-                found.append((gain / cost if gain > 0 else gain * cost, group, remains, trial))
+                found.append((gain / cost if gain > 0 else gain * cost, group, remains))
             if not found or self.left < 0:
                 return None
-            _, group, excess, outcome = max(found, key=lambda each: each[:2])
+            _, group, excess = max(found)
             running ^= {group}
             changed[group] = turn
             turn += 1
@@ -91,13 +91,23 @@ class _Mending:
                 return None
         return running
 
+    def near(self, running: frozenset[int]) -> list[int]:
+        """The groups that a change of the highest point can be of."""
+        outcome = simulate(self.problem, self.operations(running), self.packed)
+        highest = max(range(len(outcome.live)), key=outcome.live.__getitem__)
+        alive = outcome.alive(highest)
+        burst = {key[1] for key, at in zip(outcome.order, outcome.at)
+                 if at == outcome.at[highest] and type(key) is tuple and key[0] == "again"}
+        kept = {value.operation for value in self.problem.values if value.node in alive}
+        return [group for group, all_of in sorted(self.members.items()) if all_of & (burst | kept)]
+
     def needed(self, running: frozenset[int]) -> frozenset[int]:
         """Rule 2: what is taken out may leave room for what came before it, so that all are tried until none goes."""
         before = None
         while before != running:
             before = running
             for group in sorted(running, key=lambda g: (-self.seconds([g]), g)):
-                if self.left >= 0 and self.outcome(running - {group}).peak_bytes <= self.limit:
+                if self.left >= 0 and self.live(running - {group}).max() <= self.limit:
                     running -= {group}
         return running
 
@@ -117,22 +127,8 @@ def _movable(problem: Problem, groups: Sequence[int], packed: Mapping[int, Packe
     return {group: frozenset(all_of) for group, all_of in members.items() if group not in bound}
 
 
-def _excess(outcome: Outcome, limit: int) -> int:
+def _excess(live: np.ndarray, limit: int) -> int:
     """The bytes above the limit, of the highest point of each stretch that is above it."""
-    total = worst = 0
-    for size in outcome.live:
-        if size > limit:
-            worst = max(worst, size - limit)
-        else:
-            total, worst = total + worst, 0
-    return total + worst
-
-
-def _near(problem: Problem, outcome: Outcome, members: Mapping[int, Any]) -> list[int]:
-    """The groups that a change of the highest point can be of."""
-    highest = max(range(len(outcome.live)), key=outcome.live.__getitem__)
-    alive = outcome.alive(highest)
-    burst = {key[1] for key, at in zip(outcome.order, outcome.at)
-             if at == outcome.at[highest] and type(key) is tuple and key[0] == "again"}
-    kept = {value.operation for value in problem.values if value.node in alive}
-    return [group for group, all_of in sorted(members.items()) if all_of & (burst | kept)]
+    above = np.concatenate([[0], np.maximum(live - limit, 0), [0]])
+    edges = np.flatnonzero(np.diff(above > 0))
+    return int(np.maximum.reduceat(above, edges + 1)[::2].sum()) if len(edges) else 0

@@ -164,6 +164,7 @@ def rewritten(
     observe: Observer | None = None,
     formats: Mapping[str, str] = NO_FORMATS,
     heads: Heads | None = None,
+    free: bool | None = None,
 ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
@@ -174,7 +175,8 @@ def rewritten(
     recomputation nor without, the smaller peak of both is taken.
 
     Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
-    lowering, has what these passes have made of it, for other plans.
+    lowering, has what these passes have made of it, for other plans. `free` says with or without free recomputation, and
+    only that way is gone.
     """
     chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
     if limit_bytes is None:
@@ -193,6 +195,8 @@ def rewritten(
     def peak(found: tuple[StepGraph, Any]) -> int:
         return timeline(found[0], workspace).peak_bytes
 
+    if free is not None:
+        return by(chosen(free=free), observe)
     if lowering == "eager":  # a step may fit only once it writes into dead buffers, which no plan foresees
         found = by(default(options, lowering, ANY, device, formats=formats), observe)
         if peak(found) <= limit_bytes:

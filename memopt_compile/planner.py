@@ -59,6 +59,9 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
     """
     if max(problem.live, default=0) <= limit_bytes:
         return Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
+    if at_most < math.inf and _key(asked := ("cheapest", limit_bytes, math.inf), problem, groups) in _found:
+        plan = _known(asked, problem, groups, lambda: None)  # what was found without a bound; or nothing is, or it is too slow
+        return plan if plan and plan.seconds <= at_most else None
     return _known(("cheapest", limit_bytes, at_most), problem, groups,
                   lambda: _cheapest(problem, limit_bytes, groups, at_most))
 
@@ -94,11 +97,15 @@ def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int,
                     max(0.0, 1 - proved / seconds) if seconds else 0.0, plan.packed)
 
 
+def _key(asked: tuple, problem: Problem, groups: Sequence[int]) -> tuple:
+    return asked, tuple(groups), fingerprint(problem)
+
+
 def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable[[], Solution | None]
            ) -> Solution | None:
     """What was found for an equal problem before: a budget has copies of a step planned in several ways, some of them
     alike up to here. Formats are remembered by their names, so that no graph is kept."""
-    key = asked, tuple(groups), fingerprint(problem)
+    key = _key(asked, problem, groups)
     if key not in _found:
         while len(_found) >= REMEMBERED:
             del _found[next(iter(_found))]
@@ -121,12 +128,15 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model = Program(problem, groups)
+    model = Program(problem, groups, strict=True)
     relaxed = model.solve(dict.fromkeys(_positions(problem), 0), None, GAP, relaxed=True)
     low = relaxed[3] if relaxed else 0
     while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
         middle = min(int((low * best.peak_bytes) ** 0.5), int(1.25 * low)) + 1
         found = _nearest(model, middle, dict.fromkeys(_positions(problem), 0), FIRST, PROBES)
+        if model.strict and found and found.peak_bytes > middle * (1 + BURST):
+            model = Program(problem, groups)
+            continue
         if found:
             found = _mended(problem, groups, found, middle, found.seconds * (1 - found.gap)) or found
         if found is None or found.peak_bytes > middle:

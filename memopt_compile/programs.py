@@ -28,6 +28,7 @@ from .liveness import Timeline, resident_bytes, timeline
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
+from .passes.rematerialize_free import RematerializeFree
 from .records import Compilation, captured_only, nothing_runs
 from .replaying import Replayed
 from .shadow import shadowed
@@ -284,11 +285,13 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
     others = {"compress": ("int4", "by activations in fewer bits, with which gradients differ a little")}
     if record.device.type == "cuda":
         others["offload"] = True, "by activations that wait in the host's memory, unchanged"
+    # By the way that came nearest without them: it is not worth as long a search again.
+    free = any(each.name == RematerializeFree.name for each in record.passes)
     for option, (setting, how) in others.items():
         if not getattr(record.options, option) and resident < limit:
             workspace = workspace_of(captured, record.lowering)
             step, _ = pipelines.rewritten(captured, replace(record.options, **{option: setting}),
-                                          record.lowering, workspace, limit, record.device, heads=record.heads)
+                                          record.lowering, workspace, limit, record.device, heads=record.heads, free=free)
             peak = format_bytes(timeline(step, workspace).peak_bytes)
             less.append(f"allow {option}={setting!r}: {peak}, {how}")
     states = [n.meta["val"] for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE]

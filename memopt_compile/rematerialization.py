@@ -12,6 +12,7 @@ taken again with it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class Problem:
 def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             workspace: Workspace | None = None, means: Means = ALL_EXACT) -> Problem:
     """The values and operations of `step` that can be chosen from with these `means`."""
-    workspace = workspace or no_workspace
+    workspace = functools.cache(workspace or no_workspace)  # each choice asks for all of it again
     tolerated = sensitivity(step, means.compress)
     packed = candidates(tolerated, seconds, means.max_error, dict(means.instead))
     order, life = list(step.computing()), lifetimes(step.graph)

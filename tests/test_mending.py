@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E40
 from memopt_compile.rematerialization import Means, fingerprint, problem, simulate  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.structure import groups  # noqa: E402
+from memopt_compile.trials import Trials  # noqa: E402
 
 
 class Unrolled(nn.Module):
@@ -105,9 +107,21 @@ def test_what_is_packed_stays_so_and_so_does_what_depends_on_it(data):
 
 
 def test_a_stretch_counts_by_its_highest_point():
-    outcome = mock.Mock(live=[1, 5, 7, 2, 4, 3])
-    assert _excess(outcome, 3) == (7 - 3) + (4 - 3)
-    assert _excess(outcome, 7) == 0
+    live = np.array([1, 5, 7, 2, 4, 3])
+    assert _excess(live, 3) == (7 - 3) + (4 - 3)
+    assert _excess(live, 7) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_trials_are_what_is_simulated(data):
+    found = asked(compress="int8")
+    packable = [v for v, value in enumerate(found.values) if value.packed]
+    packed = {v: found.values[v].packed[0] for v in data.draw(st.sets(st.sampled_from(packable), max_size=4))}
+    able = [o for o, each in enumerate(found.operations) if each.again and not packed.keys() & {*each.makes}]
+    trials = Trials(found, packed)
+    for again in data.draw(st.lists(st.sets(st.sampled_from(able)), min_size=1, max_size=3)):
+        assert trials.bytes(again).tolist() == simulate(found, again, packed).live
 
 
 def test_the_planner_mends_what_no_position_explains():
