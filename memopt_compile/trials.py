@@ -1,4 +1,4 @@
-"""The live bytes of many choices for one step: what `rematerialization.simulate` says, in a thirtieth of the time.
+"""The live bytes of many choices for one step: what `rematerialization.simulate` says, several times as fast.
 
 Most of a step is the same whatever is chosen. So the bytes of the step as it is are the start, and each choice adds and
 takes away the lives that it changes: from one point of its schedule to another, so many bytes more or less.
