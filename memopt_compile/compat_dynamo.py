@@ -17,7 +17,6 @@ from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.exc import UserError
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -41,7 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_guards, compat_lists, compat_numbers
+from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -140,7 +139,7 @@ def _is_there(tensor: Any, name: Any, value: Any) -> bool:
 def _tracked(original: Callable, self: Any, value: Any) -> Any:
     """`VariableBuilder._wrap`, with an optimizer as an object that may change: Dynamo forgets what is written to one
     (``self.steps += 1``), without a word."""
-    result = original(self, value)
+    result = compat_lists.wrap_any(original, self, value)
     if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
         return self.tx.output.side_effects.track_object_existing(value, result)
     return result
@@ -264,12 +263,18 @@ def tracing_scope(
             args[0].realize().call_method(tx, "requires_grad_", [args[2]], {})
             return ConstantVariable.create(None)
         if function is format and len(args) == 2 and compat_numbers.is_number(args[0]):
-            return compat_numbers.text_of(args[0].realize(), args[1])
-        if function is operator.mod and (text := compat_numbers.percent_of(*args)):
+            return compat_texts.text_of(args[0].realize(), args[1])
+        if function is operator.mod and (text := compat_texts.percent_of(*args)):
             return text
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
+        if function in compat_texts.READERS and args:
+            args = [compat_texts.settled(args[0]) if compat_texts.is_text(args[0]) else args[0], *args[1:]]
+        if function is len and (known := compat_lists.length(tx, args)) is not None:
+            return known
+        if function is operator.getitem and (known := compat_items.item_of_array(tx, *args)) is not None:
+            return known
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 
@@ -370,9 +375,7 @@ def tracing_scope(
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
-        replaced(InstructionTranslatorBase, "_format_value", compat_numbers.format_value),
-        replaced(VariableBuilder, "wrap_listlike", compat_lists.wrap),
-        replaced(SideEffects, "codegen_update_mutated", compat_lists.write_back),
+        *(replaced(*each) for each in (*compat_texts.REPLACED, *compat_lists.REPLACED, *compat_items.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

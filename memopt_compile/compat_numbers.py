@@ -11,13 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.bytecode_transformation import create_call_method
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.lists import TupleVariable
-from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -103,41 +99,6 @@ def add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any
 
 def sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
     return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
-
-
-def format_value(original: Callable, translator: Any, form: Any, flags: int) -> None:
-    """``f"{rate:.3f}"``, made when the step has run. Dynamo has its number there, or a constant, in place of a text."""
-    if not isinstance(value := translator.stack[-1].realize(), SymNodeVariable):
-        return original(translator, form, flags)
-    translator.pop()
-    translator.push(text_of(value, form, ("", "!s", "!r", "!a")[flags & 3]))
-
-
-def text_of(number: Any, form: Any, conversion: str = "") -> Any:
-    return StringFormatVariable.create(f"{{{conversion}:{form.as_python_constant()}}}", [number], {})
-
-
-class _PercentVariable(StringFormatVariable):
-    """``"%.3f" % rate``, the same of the older kind."""
-
-    def reconstruct(self, codegen: Any) -> None:
-        codegen.append_output(codegen.create_load_const(self.format_string))
-        codegen.load_method("__mod__")
-        codegen(self.sym_args[0])
-        codegen.extend_output(create_call_method(1))
-
-
-def percent_of(form: Any, given: Any) -> Any:
-    """``form % given`` with a number in it that Dynamo follows as a symbol; None for anything else."""
-    if not (form.is_python_constant() and isinstance(form.as_python_constant(), str)):
-        return None
-    given = given.realize()
-    parts = (given.items if isinstance(given, TupleVariable) else
-             given.items.values() if isinstance(given, ConstDictVariable) else [given])
-    parts = [part.realize() for part in parts]
-    if not any(isinstance(part, SymNodeVariable) for part in parts) or any(isinstance(part, TensorVariable) for part in parts):
-        return None
-    return _PercentVariable(form.as_python_constant(), [given], {})
 
 
 def is_symbolic(given: Any) -> bool:
