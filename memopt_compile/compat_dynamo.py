@@ -271,10 +271,8 @@ def tracing_scope(
             return args[0]
         if function in compat_texts.READERS and args:
             args = [compat_texts.settled(args[0]) if compat_texts.is_text(args[0]) else args[0], *args[1:]]
-        if function is len and (known := compat_lists.length(tx, args)) is not None:
-            return known
-        if function is operator.getitem and (known := compat_items.item_of_array(tx, *args)) is not None:
-            return known
+        if result := compat_numbers.computed(tx, function, args) or compat_lists.read(tx, function, args):
+            return result
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 

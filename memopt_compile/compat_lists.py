@@ -12,6 +12,7 @@ then ``sum(window)`` counts items that are there no more. Checked against torch 
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -129,10 +130,11 @@ def is_unread(variable: Any) -> bool:
     return isinstance(variable.realize(), _UnreadSequence)
 
 
-def length(tx: Any, args: Any) -> Any:
-    """``len(losses)`` of an unread list; None for anything else."""
-    unread = args[0].realize() if len(args) == 1 else None
-    return compat_items.length(tx, unread) if isinstance(unread, UnreadList) else None
+def read(tx: Any, function: Callable, args: Any) -> Any:
+    """``len(losses)`` of an unread list, ``rates[step]`` of an array; None for anything else."""
+    if function is len and len(args) == 1 and isinstance(unread := args[0].realize(), UnreadList):
+        return compat_items.length(tx, unread)
+    return compat_items.item_of_array(tx, *args) if function is operator.getitem and len(args) == 2 else None
 
 
 def wrap_any(original: Callable, builder: Any, value: Any) -> Any:
