@@ -44,6 +44,7 @@ from . import (
     update_capture,
 )
 from .errors import MemoptError
+from .records import compilations
 
 log = logging.getLogger("memopt_compile")
 
@@ -182,6 +183,7 @@ class _BoundStep(compat.VariableTracker):
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
         if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
+            telling.settle(_notes, whole=False)
             compat_breaks.break_graph("an update without its backward", "", "")
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
@@ -368,7 +370,10 @@ def scope(step: Any, code: Any, options: Any = None,
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
-        if compat_breaks.is_recompile_limit(error) and not _notes.resumed:
+        limit = compat_breaks.is_recompile_limit(error)
+        if limit and _notes.resumed and all(c.kind != "step" for c in compilations(code)):
+            telling.tell_of_a_tail(_notes)
+        elif limit:
             _notes.left = True
             telling.tell(_notes, _notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for "
                          "another value, and torch stops there",

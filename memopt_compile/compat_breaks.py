@@ -83,6 +83,11 @@ def is_ahead(output: Any, name: str) -> bool:
     return any(each.argval == name for each in root.instructions[root.instruction_pointer or 0:])
 
 
+def is_named(output: Any, name: str) -> bool:
+    """Whether the frame itself has an attribute of this name anywhere."""
+    return name in output.root_tx.f_code.co_names
+
+
 def break_place(error: Any) -> tuple[str, int, str] | None:
     """(file, line number, code) of the innermost line outside torch, and Python's own modules, that ended a graph."""
     stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
