@@ -296,6 +296,8 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if _notes.left:
         compat_breaks.run_in_eager(_notes.reason)
+    if (owner := getattr(self, "obj", None) or (args[0] if args else None)) is not None:
+        compat_guards.guard_classes(tx, owner, self.fn)
     prepared = function_capture.prepare(self, args, kwargs, tx)
     if prepared is not None:
         return prepared

@@ -114,6 +114,12 @@ def break_reason(error: Any) -> tuple[str, str]:
         return "NumPy draws random numbers", "draw them by torch, or outside of the step"
     if str(error).startswith("Module-level backwards hooks"):
         return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
+    if str(error).startswith("Tensor.retain_grad()"):
+        return ("the gradient of a tensor on the way is asked for, of which the graph keeps none",
+                "have it computed: torch.autograd.grad(loss, [*parameters, tensor])")
+    if "proxy" in str(error).split("\n")[0] and "Generator" in str(error):
+        return ("a generator is given to an operator, and a graph knows none but torch's own",
+                "draw from torch's own generator, or ahead of the forward")
     if "requires_grad" in str(error).split("\n")[0]:
         return ("the step changes whether a tensor of its caller needs a gradient",
                 "set that outside of the step, or name what is differentiated: backward(inputs=[...])")

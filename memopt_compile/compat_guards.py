@@ -9,7 +9,15 @@ import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 
-from .compat import TensorVariable, constant_value, fake_value, guard_value, traced_without_grad
+from .compat import (
+    LazyVariableTracker,
+    TensorVariable,
+    UserDefinedObjectVariable,
+    constant_value,
+    fake_value,
+    guard_value,
+    traced_without_grad,
+)
 
 GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
@@ -44,6 +52,31 @@ def guard_methods(optimizer: Any) -> None:
         known = methods(optimizer.value)
         guard_value(optimizer.source, lambda value: all(a is b for a, b in zip(methods(value), known)),
                     "the same step and zero_grad")
+
+
+def guard_classes(tx: Any, owner: Any, function: Any) -> None:
+    """That a class still has this method, which is called of `owner`: Dynamo guards what the object itself has in place of
+    one. One guard for all methods of the frame."""
+    if isinstance(owner, LazyVariableTracker) and not owner.is_realized():
+        return
+    owner = owner.realize()
+    if not isinstance(owner, UserDefinedObjectVariable) or owner.source is None:
+        return
+    place = _place_of(function, type(owner.value))
+    if place is None:
+        return
+    known = vars(tx.output).setdefault("memopt_methods", {})
+    if not known:
+        guard_value(owner.source, lambda _: all(getattr(kind, name, None) is each for (kind, name), each in known.items()),
+                    "the same methods of classes")
+    known[place] = function
+
+
+def _place_of(function: Any, kind: type) -> tuple[type, str] | None:
+    """The class, `kind` or one that it inherits from, and the name under which it has `function` as a method."""
+    if getattr(kind, name := function.__name__, None) is function:
+        return kind, name
+    return next(((each, name) for each in kind.__mro__ for name, value in vars(each).items() if value is function), None)
 
 
 def has_step_of_its_own(optimizer: Any) -> bool:

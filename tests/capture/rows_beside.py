@@ -66,6 +66,43 @@ def step_of_the_class_replaced_in_the_middle() -> Loop:
 
 
 @row
+def methods_of_classes_replaced_in_the_middle() -> Loop:
+    class Base(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x)
+
+    class Model(Base):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Criterion:
+        def of(self, logits, y):
+            return F.cross_entropy(logits, y)
+
+    model, criterion = Model(), Criterion()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = criterion.of(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def after(i):
+        if i == 1:
+            Base.forward = lambda self, x: 0.5 * self.body(x)
+        if i == 3:
+            Criterion.of = lambda self, logits, y: 0.5 * F.cross_entropy(logits, y)
+
+    return loop(model, opt, step, after=after)
+
+
+@row
 def scheduler_attached_in_the_middle() -> Loop:
     model = mlp()
     opt = adamw(model)
