@@ -269,8 +269,7 @@ def tracing_scope(
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
-        if function in compat_texts.READERS and args:
-            args = [compat_texts.settled(args[0]) if compat_texts.is_text(args[0]) else args[0], *args[1:]]
+        args = compat_texts.read_by(function, args)
         if result := compat_numbers.computed(tx, function, args) or compat_lists.read(tx, function, args):
             return result
         result = original(self, tx, args, kwargs)
@@ -382,7 +381,7 @@ def tracing_scope(
         replaced(ListIteratorVariable, "tp_iternext_impl" if "tp_iternext_impl" in vars(
             ListIteratorVariable) else "next_variable", next_item),  # 2.13, 2.11
         mock.patch.dict(compare_op_handlers, {
-            symbol: functools.partial(compare, compare_op_handlers[symbol], function)
+            symbol: functools.partial(compare, functools.partial(compat_texts.comparing, compare_op_handlers[symbol]), function)
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,

@@ -60,8 +60,8 @@ def guard_classes(tx: Any, owner: Any, function: Any) -> None:
     if isinstance(owner, LazyVariableTracker) and not owner.is_realized():
         return
     owner = owner.realize()
-    if not isinstance(owner, UserDefinedObjectVariable) or owner.source is None:
-        return
+    if not isinstance(owner, UserDefinedObjectVariable) or owner.source is None or isinstance(owner.value, dict):
+        return  # of a dict torch 2.11 guards nothing but its items
     place = _place_of(function, type(owner.value))
     if place is None:
         return

@@ -6,6 +6,7 @@ Dynamo would take two equal texts for two keys, without a word. Checked against 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from . import compat_breaks
 
-READERS = (len, int, float, ord)  # of a text's letters
+READERS = (len, int, float, ord, operator.contains, operator.eq, operator.ne)  # functions that ask for letters of a text
 
 
 def text_of(number: Any, form: Any, conversion: str = "") -> Any:
@@ -55,8 +56,18 @@ def _parts(given: Any) -> list[Any]:
     return list(given.items.values()) if isinstance(given, ConstDictVariable) else [given]
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value.realize(), StringFormatVariable)
+def read_by(function: Callable, args: Any) -> list[Any]:
+    """The arguments of a function that may ask for the letters of a text among them."""
+    return _settled_texts(args) if function in READERS else args
+
+
+def comparing(original: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
+    """``text == "best"`` and the like. (In torch 2.11 no text with a number in it equals another.)"""
+    return original(tx, _settled_texts(args), kwargs)
+
+
+def _settled_texts(args: Any) -> list[Any]:
+    return [settled(each) if isinstance(each.realize(), StringFormatVariable) else each for each in args]
 
 
 def settled(value: Any) -> Any:
@@ -100,6 +111,7 @@ def _contains_guard(original: Callable, self: Any, tx: Any, args: Any) -> None:
 KEY = getattr(ConstDictVariable, "_HashableTracker", None) or dicts.HashableTracker  # 2.11, 2.13
 REPLACED = [(InstructionTranslatorBase, "_format_value", _format_value),
             (KEY, "__init__", lambda original, self, value: original(self, settled(value))),
+            (ConstDictVariable, "__contains__", lambda original, self, key: original(self, settled(key))),  # 2.11: or no key
             (ConstDictVariable, "install_dict_contains_guard", _contains_guard)]
 if hasattr(dicts.SetVariable, "install_set_contains_guard"):  # 2.13
     REPLACED.append((dicts.SetVariable, "install_set_contains_guard", _contains_guard))

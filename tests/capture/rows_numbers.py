@@ -273,7 +273,7 @@ def texts_as_keys() -> Loop:
         opt.zero_grad()
         loss.backward()
         opt.step()
-        seen.setdefault("part %d" % (i // 3), []).append(loss.item())  # noqa: UP031
+        seen.setdefault("part %d" % (i // 3), []).append(i)  # noqa: UP031
         if i // 3 not in last:
             last[i // 3] = 0
         last[i // 3] += len(f"{10 ** i}")
