@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 
@@ -13,6 +14,8 @@ from .compat import (
     LazyVariableTracker,
     TensorVariable,
     UserDefinedObjectVariable,
+    UserDefinedVariable,
+    UserFunctionVariable,
     constant_value,
     fake_value,
     guard_value,
@@ -60,23 +63,29 @@ def guard_classes(tx: Any, owner: Any, function: Any) -> None:
     if isinstance(owner, LazyVariableTracker) and not owner.is_realized():
         return
     owner = owner.realize()
-    if not isinstance(owner, UserDefinedObjectVariable) or owner.source is None or isinstance(owner.value, dict):
+    if not isinstance(owner, UserDefinedVariable) or owner.source is None or isinstance(owner.value, dict):
         return  # of a dict torch 2.11 guards nothing but its items
-    place = _place_of(function, type(owner.value))
+    place = _place_of(function, owner.value if isinstance(owner.value, type) else type(owner.value))
     if place is None:
         return
     known = vars(tx.output).setdefault("memopt_methods", {})
     if not known:
-        guard_value(owner.source, lambda _: all(getattr(kind, name, None) is each for (kind, name), each in known.items()),
+        guard_value(owner.source, lambda _: all(_method(kind, name) is each for (kind, name), each in known.items()),
                     "the same methods of classes")
     known[place] = function
 
 
+def _method(kind: type, name: str) -> Any:
+    found = getattr(kind, name, None)
+    return getattr(found, "__func__", found)  # of a class method
+
+
 def _place_of(function: Any, kind: type) -> tuple[type, str] | None:
     """The class, `kind` or one that it inherits from, and the name under which it has `function` as a method."""
-    if getattr(kind, name := function.__name__, None) is function:
+    if _method(kind, name := function.__name__) is function:
         return kind, name
-    return next(((each, name) for each in kind.__mro__ for name, value in vars(each).items() if value is function), None)
+    return next(((each, name) for each in kind.__mro__ for name, value in vars(each).items()
+                 if getattr(value, "__func__", value) is function), None)
 
 
 def has_step_of_its_own(optimizer: Any) -> bool:
@@ -91,3 +100,27 @@ def saved_tensors_are_hooked(source: Any) -> bool:
     guard_value(source, lambda _: (torch._C._autograd._top_saved_tensors_default_hooks(True) is not None) is hooked,
                 "hooks on saved tensors")
     return hooked
+
+
+def _without_attribute(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    """An attribute of a user's object. That there is none (``except AttributeError``) is guarded."""
+    try:
+        return original(self, tx, name)
+    except ObservedAttributeError:
+        finds = getattr(type(self.value), "__getattr__", None) not in (None, torch.nn.Module.__getattr__)
+        if not (self.source is None or finds or isinstance(self.value, dict) or hasattr(type(self.value), name)
+                or hasattr(self.value, name)):
+            guard_value(self.source, lambda value: not hasattr(value, name), f"no attribute {name}")
+        raise
+
+
+def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    """``hasattr(function, name)``, guarded."""
+    if self.source is not None:
+        has = hasattr(self.fn, name)
+        guard_value(self.source, lambda function: hasattr(function, name) is has, f"an attribute {name}, or none")
+    return original(self, tx, name)
+
+
+REPLACED = [(UserDefinedObjectVariable, "var_getattr", _without_attribute),
+            (UserFunctionVariable, "call_obj_hasattr", _function_has)]

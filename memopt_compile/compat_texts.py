@@ -108,10 +108,18 @@ def _contains_guard(original: Callable, self: Any, tx: Any, args: Any) -> None:
     return original(self, tx, [settled(each) for each in args])
 
 
+def _absent(original: Callable, self: Any, tx: Any, key: Any) -> Any:
+    """``d[key]`` of a key that is not there (``except KeyError``), of which Dynamo guards nothing either."""
+    if key not in self:
+        self.install_dict_contains_guard(tx, [key])
+    return original(self, tx, key)
+
+
 KEY = getattr(ConstDictVariable, "_HashableTracker", None) or dicts.HashableTracker  # 2.11, 2.13
 REPLACED = [(InstructionTranslatorBase, "_format_value", _format_value),
             (KEY, "__init__", lambda original, self, value: original(self, settled(value))),
             (ConstDictVariable, "__contains__", lambda original, self, key: original(self, settled(key))),  # 2.11: or no key
+            (ConstDictVariable, "getitem_const_raise_exception_if_absent", _absent),
             (ConstDictVariable, "install_dict_contains_guard", _contains_guard)]
 if hasattr(dicts.SetVariable, "install_set_contains_guard"):  # 2.13
     REPLACED.append((dicts.SetVariable, "install_set_contains_guard", _contains_guard))
