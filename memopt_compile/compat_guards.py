@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import dicts
 
 from .compat import (
     LazyVariableTracker,
@@ -122,5 +123,26 @@ def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
     return original(self, tx, name)
 
 
+def _guard_dict(variable: Any, what: Callable[[dict], Any]) -> None:
+    """What is asked of an object's ``__dict__``. Dynamo, which keeps account of what the step changes in it, guards none."""
+    owner = variable.items.item
+    if owner.source is not None and not isinstance(owner.value, dict):
+        known = what(vars(owner.value))
+        guard_value(owner.source, lambda value: what(vars(value)) == known, "the same attributes")
+
+
+def _keys_of_an_object(original: Callable, self: Any) -> None:
+    _guard_dict(self, list)
+
+
+def _key_of_an_object(original: Callable, self: Any, tx: Any, args: Any) -> None:
+    if args[0].is_python_constant():
+        key = args[0].as_python_constant()
+        _guard_dict(self, lambda found: key in found)
+
+
 REPLACED = [(UserDefinedObjectVariable, "var_getattr", _without_attribute),
             (UserFunctionVariable, "call_obj_hasattr", _function_has)]
+if DunderDict := getattr(dicts, "DunderDictVariable", None):  # 2.13
+    REPLACED += [(DunderDict, "install_dict_keys_match_guard", _keys_of_an_object),
+                 (DunderDict, "install_dict_contains_guard", _key_of_an_object)]

@@ -29,6 +29,9 @@ OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", 
 METHODS = {torch.add: "add", torch.sub: "sub", torch.lerp: "lerp", torch.clamp: "clamp", torch.clip: "clip",
            torch.clamp_min: "clamp_min", torch.clamp_max: "clamp_max", torch.masked_fill: "masked_fill", torch.pow: "pow"}
 
+FORMS = {**number_forms.FORMS, torch._foreach_lerp_: number_forms.lerp_each,
+         torch._foreach_clamp_min_: number_forms.clamp_min_each, torch._foreach_clamp_max_: number_forms.clamp_max_each}
+
 
 def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tuple[str, Any, dict]:
     """A call of ``value.name(...)`` with tensors for the numbers that change (``add_(grad, alpha=-lr)``)."""
@@ -99,7 +102,8 @@ def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     listed = function is torch.tensor and isinstance(args[0].realize(), BaseListVariable)
     if not any(map(is_symbolic, args[0].realize().items if listed else (*args, *kwargs.values()))) or "out" in kwargs:
         return None
-    if form := number_forms.form_of(function, len(args), kwargs):
+    form = FORMS.get(function)
+    if form is not None and number_forms.fits(form, len(args), kwargs):
         return UserFunctionVariable(form).call_function(tx, list(args), kwargs)
     if function in (torch.nn.functional.dropout, torch.dropout):
         return _dropped_out(tx, *args, **{{"input": "x", "train": "training"}.get(k, k): v for k, v in kwargs.items()})

@@ -77,7 +77,8 @@ def batch_norm(input: Tensor, running_mean: Any, running_var: Any, weight: Any =
 
 def where(condition: Tensor, input: Any, other: Any) -> Tensor:
     tensors = [each for each in (input, other) if isinstance(each, Tensor)]
-    dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
+    floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
+    dtype = tensors[0].dtype if floating else torch.get_default_dtype()
     return torch.where(condition, *(each if isinstance(each, Tensor) else (
         torch.ones((), dtype=torch.float64, device=condition.device) * each).to(dtype) for each in (input, other)))
 
@@ -126,18 +127,13 @@ def power_of(self: Tensor, number: Any) -> Tensor:
     return torch.pow(base.to(self.dtype), self)
 
 
-def form_of(function: Any, count: int, names: Iterable[str]) -> Callable | None:
-    """What is traced in place of `function`, called with `count` arguments by their place and others by these names."""
-    form = FORMS.get(function)
-    if form is None:
-        return None
+def fits(form: Callable, count: int, names: Iterable[str]) -> bool:
+    """Whether a form takes `count` arguments by their place and others by these names."""
     code = form.__code__
     known = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
-    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return form if count <= code.co_argcount and (takes_any or set(names) <= set(known)) else None
+    return count <= code.co_argcount and (bool(code.co_flags & inspect.CO_VARKEYWORDS) or set(names) <= set(known))
 
 
 FORMS: dict[Any, Callable] = {
     F.leaky_relu: leaky_relu, F.huber_loss: huber_loss, F.smooth_l1_loss: smooth_l1_loss, F.cross_entropy: cross_entropy,
-    F.batch_norm: batch_norm, torch.where: where, torch.full: full, torch.full_like: full_like, torch.tensor: tensor,
-    torch._foreach_lerp_: lerp_each, torch._foreach_clamp_min_: clamp_min_each, torch._foreach_clamp_max_: clamp_max_each}
+    F.batch_norm: batch_norm, torch.where: where, torch.full: full, torch.full_like: full_like, torch.tensor: tensor}
