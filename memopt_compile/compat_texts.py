@@ -67,7 +67,7 @@ def comparing(original: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _settled_texts(args: Any) -> list[Any]:
-    return [settled(each) if isinstance(each.realize(), StringFormatVariable) else each for each in args]
+    return [settled(each) if isinstance(each, StringFormatVariable) else each for each in args]
 
 
 def settled(value: Any) -> Any:
