@@ -67,12 +67,16 @@ def comparing(original: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _settled_texts(args: Any) -> list[Any]:
-    return [settled(each) if isinstance(each, StringFormatVariable) else each for each in args]
+    return [settled(each) if _is_text(each) else each for each in args]
+
+
+def _is_text(value: Any) -> bool:
+    return issubclass(type(value), StringFormatVariable)  # `isinstance` makes a lazy variable known
 
 
 def settled(value: Any) -> Any:
     """A text or number as the constant that it is in this call, which the step is guarded on."""
-    if not isinstance(value, StringFormatVariable):
+    if not _is_text(value):
         return specialize_symnode(value)
     percent = isinstance(value, _PercentVariable)
     if percent and isinstance(value.sym_args[0], TupleVariable):
