@@ -32,7 +32,7 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         compat_breaks.break_graph(
             "backward() of a DTensor", "as a loss is that is computed from what model.parameters() has of parameters that "
             "ranks share: this rank's rows", "read them from their modules, which gather them: layer.weight")
-    if inputs is None:
+    if compat_dynamo.is_none(inputs):
         known = compat.tensor_variables(tx.output)
         leaves = _leaves(compat.fake_value(self))
         variables = [known.get(id(leaf)) for leaf in leaves]

@@ -44,6 +44,7 @@ from . import (
     update_capture,
 )
 from .errors import MemoptError
+from .records import compilations
 
 log = logging.getLogger("memopt_compile")
 
@@ -182,6 +183,7 @@ class _BoundStep(compat.VariableTracker):
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
         if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
+            telling.settle(_notes, whole=False)
             compat_breaks.break_graph("an update without its backward", "", "")
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
@@ -294,6 +296,8 @@ def _next_item(original: Callable, self: Any, tx: Any) -> Any:
 def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if _notes.left:
         compat_breaks.run_in_eager(_notes.reason)
+    if (owner := getattr(self, "obj", None) or (args[0] if args else None)) is not None:
+        compat_guards.guard_classes(tx, owner, self.fn)
     prepared = function_capture.prepare(self, args, kwargs, tx)
     if prepared is not None:
         return prepared
@@ -371,7 +375,10 @@ def scope(step: Any, code: Any, options: Any = None,
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
-        if compat_breaks.is_recompile_limit(error) and not _notes.resumed:
+        limit = compat_breaks.is_recompile_limit(error)
+        if limit and _notes.resumed and all(c.kind != "step" for c in compilations(code)):
+            telling.tell_of_a_tail(_notes)
+        elif limit:
             _notes.left = True
             telling.tell(_notes, _notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for "
                          "another value, and torch stops there",

@@ -23,7 +23,7 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable, UserDefinedVariable
 from torch._functorch import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,7 +38,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
-    "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserFunctionVariable", "UserMethodVariable",
+    "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserDefinedVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified",
     "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",

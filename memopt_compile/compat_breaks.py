@@ -83,6 +83,11 @@ def is_ahead(output: Any, name: str) -> bool:
     return any(each.argval == name for each in root.instructions[root.instruction_pointer or 0:])
 
 
+def is_named(output: Any, name: str) -> bool:
+    """Whether the frame itself has an attribute of this name anywhere."""
+    return name in output.root_tx.f_code.co_names
+
+
 def break_place(error: Any) -> tuple[str, int, str] | None:
     """(file, line number, code) of the innermost line outside torch, and Python's own modules, that ended a graph."""
     stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
@@ -109,6 +114,12 @@ def break_reason(error: Any) -> tuple[str, str]:
         return "NumPy draws random numbers", "draw them by torch, or outside of the step"
     if str(error).startswith("Module-level backwards hooks"):
         return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
+    if str(error).startswith("Tensor.retain_grad()"):
+        return ("the gradient of a tensor on the way is asked for, of which the graph keeps none",
+                "have it computed: torch.autograd.grad(loss, [*parameters, tensor])")
+    if "proxy" in str(error).split("\n")[0] and "Generator" in str(error):
+        return ("a generator is given to an operator, and a graph knows none but torch's own",
+                "draw from torch's own generator, or ahead of the forward")
     if "requires_grad" in str(error).split("\n")[0]:
         return ("the step changes whether a tensor of its caller needs a gradient",
                 "set that outside of the step, or name what is differentiated: backward(inputs=[...])")

@@ -17,7 +17,6 @@ from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.exc import UserError
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -41,7 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_guards, compat_lists, compat_numbers
+from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -140,7 +139,7 @@ def _is_there(tensor: Any, name: Any, value: Any) -> bool:
 def _tracked(original: Callable, self: Any, value: Any) -> Any:
     """`VariableBuilder._wrap`, with an optimizer as an object that may change: Dynamo forgets what is written to one
     (``self.steps += 1``), without a word."""
-    result = original(self, value)
+    result = compat_lists.wrap_any(original, self, value)
     if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
         return self.tx.output.side_effects.track_object_existing(value, result)
     return result
@@ -264,12 +263,15 @@ def tracing_scope(
             args[0].realize().call_method(tx, "requires_grad_", [args[2]], {})
             return ConstantVariable.create(None)
         if function is format and len(args) == 2 and compat_numbers.is_number(args[0]):
-            return compat_numbers.text_of(args[0].realize(), args[1])
-        if function is operator.mod and (text := compat_numbers.percent_of(*args)):
+            return compat_texts.text_of(args[0].realize(), args[1])
+        if function is operator.mod and (text := compat_texts.percent_of(*args)):
             return text
         if function is operator.iadd and compat_lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
+        args = compat_texts.read_by(function, args)
+        if result := compat_numbers.computed(tx, function, args) or compat_lists.read(tx, function, args):
+            return result
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
 
@@ -370,9 +372,8 @@ def tracing_scope(
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
-        replaced(InstructionTranslatorBase, "_format_value", compat_numbers.format_value),
-        replaced(VariableBuilder, "wrap_listlike", compat_lists.wrap),
-        replaced(SideEffects, "codegen_update_mutated", compat_lists.write_back),
+        *(replaced(*each) for each in (*compat_texts.REPLACED, *compat_lists.REPLACED, *compat_items.REPLACED,
+                                             *compat_guards.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),
@@ -381,7 +382,7 @@ def tracing_scope(
         replaced(ListIteratorVariable, "tp_iternext_impl" if "tp_iternext_impl" in vars(
             ListIteratorVariable) else "next_variable", next_item),  # 2.13, 2.11
         mock.patch.dict(compare_op_handlers, {
-            symbol: functools.partial(compare, compare_op_handlers[symbol], function)
+            symbol: functools.partial(compare, functools.partial(compat_texts.comparing, compare_op_handlers[symbol]), function)
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,

@@ -6,10 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import dicts
 
-from .compat import TensorVariable, constant_value, fake_value, guard_value, traced_without_grad
+from .compat import (
+    LazyVariableTracker,
+    TensorVariable,
+    UserDefinedObjectVariable,
+    UserDefinedVariable,
+    UserFunctionVariable,
+    constant_value,
+    fake_value,
+    guard_value,
+    traced_without_grad,
+)
 
 GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
@@ -46,6 +58,37 @@ def guard_methods(optimizer: Any) -> None:
                     "the same step and zero_grad")
 
 
+def guard_classes(tx: Any, owner: Any, function: Any) -> None:
+    """That a class still has this method, which is called of `owner`: Dynamo guards what the object itself has in place of
+    one. One guard for all methods of the frame."""
+    if isinstance(owner, LazyVariableTracker) and not owner.is_realized():
+        return
+    owner = owner.realize()
+    if not isinstance(owner, UserDefinedVariable) or owner.source is None or isinstance(owner.value, dict):
+        return  # of a dict torch 2.11 guards nothing but its items
+    place = _place_of(function, owner.value if isinstance(owner.value, type) else type(owner.value))
+    if place is None:
+        return
+    known = vars(tx.output).setdefault("memopt_methods", {})
+    if not known:
+        guard_value(owner.source, lambda _: all(_method(kind, name) is each for (kind, name), each in known.items()),
+                    "the same methods of classes")
+    known[place] = function
+
+
+def _method(kind: type, name: str) -> Any:
+    found = getattr(kind, name, None)
+    return getattr(found, "__func__", found)  # of a class method
+
+
+def _place_of(function: Any, kind: type) -> tuple[type, str] | None:
+    """The class, `kind` or one that it inherits from, and the name under which it has `function` as a method."""
+    if _method(kind, name := function.__name__) is function:
+        return kind, name
+    return next(((each, name) for each in kind.__mro__ for name, value in vars(each).items()
+                 if getattr(value, "__func__", value) is function), None)
+
+
 def has_step_of_its_own(optimizer: Any) -> bool:
     """Whether somebody has put a `step` on this very object; a scheduler's only counts."""
     step = vars(optimizer).get("step")
@@ -58,3 +101,48 @@ def saved_tensors_are_hooked(source: Any) -> bool:
     guard_value(source, lambda _: (torch._C._autograd._top_saved_tensors_default_hooks(True) is not None) is hooked,
                 "hooks on saved tensors")
     return hooked
+
+
+def _without_attribute(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    """An attribute of a user's object. That there is none (``except AttributeError``) is guarded."""
+    try:
+        return original(self, tx, name)
+    except ObservedAttributeError:
+        finds = getattr(type(self.value), "__getattr__", None) not in (None, torch.nn.Module.__getattr__)
+        if not (self.source is None or finds or isinstance(self.value, dict) or hasattr(type(self.value), name)
+                or hasattr(self.value, name)):
+            guard_value(self.source, lambda value: not hasattr(value, name), f"no attribute {name}")
+        raise
+
+
+def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    """``hasattr(function, name)``, guarded."""
+    if self.source is not None:
+        has = hasattr(self.fn, name)
+        guard_value(self.source, lambda function: hasattr(function, name) is has, f"an attribute {name}, or none")
+    return original(self, tx, name)
+
+
+def _guard_dict(variable: Any, what: Callable[[dict], Any]) -> None:
+    """What is asked of an object's ``__dict__``. Dynamo, which keeps account of what the step changes in it, guards none."""
+    owner = variable.items.item
+    if owner.source is not None and not isinstance(owner.value, dict):
+        known = what(vars(owner.value))
+        guard_value(owner.source, lambda value: what(vars(value)) == known, "the same attributes")
+
+
+def _keys_of_an_object(original: Callable, self: Any) -> None:
+    _guard_dict(self, list)
+
+
+def _key_of_an_object(original: Callable, self: Any, tx: Any, args: Any) -> None:
+    if args[0].is_python_constant():
+        key = args[0].as_python_constant()
+        _guard_dict(self, lambda found: key in found)
+
+
+REPLACED = [(UserDefinedObjectVariable, "var_getattr", _without_attribute),
+            (UserFunctionVariable, "call_obj_hasattr", _function_has)]
+if DunderDict := getattr(dicts, "DunderDictVariable", None):  # 2.13
+    REPLACED += [(DunderDict, "install_dict_keys_match_guard", _keys_of_an_object),
+                 (DunderDict, "install_dict_contains_guard", _key_of_an_object)]

@@ -1,41 +1,62 @@
-"""Lists of the user's that a step only adds to (``losses.append(loss.item())``).
+"""Lists of the user's that a step only adds to (``losses.append(loss.item())``), and dicts (``losses[step] = ...``).
 
 Dynamo takes a list for all of its items, and guards how many they are: such a step would be traced again at every
 call. Here a list is unread at first, and knows what is added. Whoever asks for its items makes it Dynamo's own, with
-its guards. One that is still unread at the end is extended by what it got.
+its guards; its length and its last items are known without (`compat_items`). One that is still unread at the end is
+extended by what it got. A dict is the same, and its keys may be numbers and texts that change.
 
-A deque is the same. What else Dynamo does with one that has a `maxlen` is put right too: it forgets the `maxlen`, and
+A deque is as a list. What else Dynamo does with one that has a `maxlen` is put right too: it forgets the `maxlen`, and
 then ``sum(window)`` counts items that are there no more. Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from torch._dynamo.bytecode_transformation import create_call_method, create_instruction
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import DequeVariable, ListVariable
+from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+
+from . import compat_items
 
 
 class _Unread:
-    """Stands before Dynamo's class of a list, until somebody asks for `items`."""
+    """Stands before Dynamo's class of a list or dict, until somebody asks for `items`."""
 
-    def __init__(self, look: Callable[[], list[Any]], **kwargs: Any) -> None:
+    def __init__(self, real: Any, look: Callable[[], Any], **kwargs: Any) -> None:
         VariableTracker.__init__(self, **kwargs)
-        self.look, self.added = look, []
+        self.real, self.look, self.added = real, look, []
 
+    def _whole(self) -> tuple[Any, list]:
+        """Dynamo's own class from here on; what `look` finds, and what was added."""
+        found, added = self.look(), self.added
+        del self.look, self.added, self.real
+        self.__class__ = WHOLE[type(self)]
+        return found, added
+
+    def clone(self, **kwargs: Any) -> Any:
+        assert self.items is not None  # whole from here on
+        return self.clone(**kwargs)
+
+
+class _UnreadSequence(_Unread):
     @property
     def items(self) -> list[Any]:
-        items = [*self.look(), *self.added]
-        del self.look, self.added
-        self.__class__ = WHOLE[type(self)]
-        self.items = items
+        found, added = self._whole()
+        items = self.items = [*found.items, *added]
         if isinstance(self, DequeVariable) and (most := self.maxlen.as_python_constant()) is not None:
             self.items = items[max(len(items) - most, 0):]
         return self.items
@@ -54,50 +75,110 @@ class _Unread:
         self.added.extend(added)
         return ConstantVariable.create(None)
 
-    def clone(self, **kwargs: Any) -> Any:
-        assert self.items is not None  # a whole list from here on
-        return self.clone(**kwargs)
+
+class UnreadList(_UnreadSequence, ListVariable):
+    def getitem_const(self, tx: Any, arg: Any) -> Any:
+        if (known := compat_items.item(tx, self, arg)) is not None:
+            return known
+        assert self.items is not None  # whole from here on
+        return self.getitem_const(tx, arg)
+
+    def sq_length(self, tx: Any) -> Any:
+        return compat_items.length(tx, self)
 
 
-def is_unread(variable: Any) -> bool:
-    return isinstance(variable.realize(), _Unread)
-
-
-class UnreadList(_Unread, ListVariable):
+class UnreadDeque(_UnreadSequence, DequeVariable):
     pass
 
 
-class UnreadDeque(_Unread, DequeVariable):
-    pass
+def _of_the_whole(name: str) -> property:
+    def read(self: Any) -> Any:
+        found, added = self._whole()
+        for each in ("user_cls", "items", "original_items", "should_reconstruct_all"):
+            setattr(self, each, getattr(found, each))
+        for key, value in added:
+            self.call_method(InstructionTranslator.current_tx(), "__setitem__", [key, value], {})
+        return getattr(self, name)
+
+    def write(self: Any, value: Any) -> None:
+        assert read(self) is not None  # whole from here on
+        setattr(self, name, value)
+
+    return property(read, write)
+
+
+class UnreadDict(_Unread, ConstDictVariable):
+    items, original_items, should_reconstruct_all = map(_of_the_whole, ("items", "original_items", "should_reconstruct_all"))
+
+    user_cls = property(lambda self: dict)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
+        key = args[0].realize() if name == "__setitem__" and len(args) == 2 else None
+        if not isinstance(key, (ConstantVariable, SymNodeVariable, StringFormatVariable)):
+            return super().call_method(tx, name, args, kwargs)
+        tx.output.side_effects.mutation(self)
+        self.added.append((key, args[1]))
+        return ConstantVariable.create(None)
 
 
 UNREAD = {list: UnreadList, collections.deque: UnreadDeque}
-WHOLE = {UnreadList: ListVariable, UnreadDeque: DequeVariable}
+WHOLE = {UnreadList: ListVariable, UnreadDeque: DequeVariable, UnreadDict: ConstDictVariable}
 
 
-def wrap(original: Callable, builder: Any, value: Any) -> Any:
+def is_unread(variable: Any) -> bool:
+    """Whether this is a list or deque that is still unread."""
+    return isinstance(variable.realize(), _UnreadSequence)
+
+
+def read(tx: Any, function: Callable, args: Any) -> Any:
+    """``len(losses)`` of an unread list, ``rates[step]`` of an array; None for anything else."""
+    if function is len and len(args) == 1 and isinstance(unread := args[0].realize(), UnreadList):
+        return compat_items.length(tx, unread)
+    return compat_items.item_of_array(tx, *args) if function is operator.getitem and len(args) == 2 else None
+
+
+def wrap_any(original: Callable, builder: Any, value: Any) -> Any:
+    """`VariableBuilder._wrap`, that does the same with a dict whose keys are constants."""
+    if type(value) is not dict or not all(map(ConstantVariable.is_literal, value)):
+        return original(builder, value)
+    effects = builder.tx.output.side_effects
+
+    def look() -> Any:
+        with mock.patch.object(effects, "track_mutable", lambda value, variable: variable):
+            return original(builder, value)
+
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    return effects.track_mutable(value, UnreadDict(value, look, source=builder.source))
+
+
+def _wrap_list(original: Callable, builder: Any, value: Any) -> Any:
     """`VariableBuilder.wrap_listlike`, that looks into a list when it has to."""
     if type(value) not in UNREAD:
         return original(builder, value)
     effects = builder.tx.output.side_effects
 
-    def look() -> list[Any]:
+    def look() -> Any:
         with mock.patch.object(effects, "track_mutable", lambda value, variable: variable):  # it is known by then
-            return list(original(builder, value).items)
+            return original(builder, value)
 
     builder.install_guards(GuardBuilder.TYPE_MATCH)
-    variable = UNREAD[type(value)](look, source=builder.source)
+    variable = UNREAD[type(value)](value, look, source=builder.source)
     if isinstance(value, collections.deque):
         install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
         variable.maxlen = ConstantVariable.create(value.maxlen)
     return effects.track_mutable(value, variable)
 
 
-def write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kwargs: Any) -> Any:
+def _write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kwargs: Any) -> Any:
     """`SideEffects.codegen_update_mutated`, that extends what is unread, and gives a deque what fits in it."""
     changed = list(effects._get_modified_vars())
     for variable in changed:
-        if isinstance(variable, _Unread):
+        if isinstance(variable, UnreadDict):
+            for key, value in variable.added:
+                for each in (value, variable.source, key):
+                    codegen(each)
+                codegen.append_output(create_instruction("STORE_SUBSCR"))
+        elif isinstance(variable, _Unread):
             codegen(variable.source)
             codegen.load_method("extend")
             codegen.foreach(variable.added)
@@ -114,3 +195,7 @@ def write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kwa
     finally:
         for variable, length in zip(bounded, lengths, strict=True):
             variable.maxlen = length
+
+
+REPLACED = [(VariableBuilder, "wrap_listlike", _wrap_list),
+            (SideEffects, "codegen_update_mutated", _write_back)]

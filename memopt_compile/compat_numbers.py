@@ -7,27 +7,30 @@ Checked against torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.bytecode_transformation import create_call_method
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.lists import TupleVariable
-from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from . import drawing
+from . import drawing, number_forms
 from .compat import fake_value
 
 # As a tensor such a number has the operand's type, which must not round it more than the operator does.
 EXACT = (torch.float32, torch.float64)
-OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", "max")}  # and may be given by name
-METHODS = {torch.add: "add", torch.sub: "sub", torch.lerp: "lerp", torch.clamp: "clamp", torch.clip: "clip"}
+OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",),
+            "clamp_max": ("max",), "masked_fill": ("mask", "value"), "fill": ("value",), "pow": ("exponent",)}  # or by name
+METHODS = {torch.add: "add", torch.sub: "sub", torch.lerp: "lerp", torch.clamp: "clamp", torch.clip: "clip",
+           torch.clamp_min: "clamp_min", torch.clamp_max: "clamp_max", torch.masked_fill: "masked_fill", torch.pow: "pow"}
+
+FORMS = {**number_forms.FORMS, torch._foreach_lerp_: number_forms.lerp_each,
+         torch._foreach_clamp_min_: number_forms.clamp_min_each, torch._foreach_clamp_max_: number_forms.clamp_max_each}
 
 
 def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tuple[str, Any, dict]:
@@ -36,6 +39,8 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
     if plain in ("add", "sub") and is_symbolic(kwargs.get("alpha")):
         alpha = _tensor(tx, kwargs["alpha"], -1.0 if plain == "sub" else 1.0, dtype=torch.float64)
         return name.replace("sub", "add"), args, {**kwargs, "alpha": alpha}
+    if name == "__setitem__" and is_symbolic(args[1]) and (like := fake_value(value)).dtype in EXACT:
+        return name, [args[0], _tensor(tx, args[1], dtype=like.dtype, device=like.device)], kwargs
     if plain not in OPERANDS or not any(map(is_symbolic, (*args, *kwargs.values()))):
         return name, args, kwargs
     like, given = fake_value(value), {**dict(zip(OPERANDS[plain], args)), **kwargs}
@@ -49,7 +54,11 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
 
 def drawn(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> Any:
     """The result of ``value.uniform_(-r, r)`` and the like with a number that changes; None for what needs no care."""
-    if name not in drawing.METHODS or not any(map(is_symbolic, (*args, *kwargs.values()))):
+    if not any(map(is_symbolic, (*args, *kwargs.values()))):
+        return None
+    if name == "new_full":
+        return UserFunctionVariable(number_forms.new_full).call_function(tx, [value, *args], kwargs)
+    if name not in drawing.METHODS:
         return None
     operator, defaults = drawing.METHODS[name]
     given = {**{key: ConstantVariable.create(each) for key, each in defaults.items()}, **dict(zip(defaults, args)), **kwargs}
@@ -58,6 +67,24 @@ def drawn(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> Any:
     numbers = [_on_host(tx, given[key]) for key in defaults]
     made = VariableTracker.build(tx, operator).call_function(tx, [value, *numbers], {})
     return value.call_method(tx, "copy_", [made], {})
+
+
+def computed(tx: Any, function: Any, args: Any) -> Any:
+    """The result of ``number - tensor``, ``tensor ** number`` and the like with a number that changes; None for anything
+    else. (A power of a number that changes would have no gradient.)"""
+    if len(args) != 2 or function not in (operator.sub, operator.pow):
+        return None
+    if is_symbolic(args[0]) and _is_exact(args[1]):
+        form = number_forms.subtract_from if function is operator.sub else number_forms.power_of
+        return UserFunctionVariable(form).call_function(tx, [args[1], args[0]], {})
+    if function is operator.pow and is_symbolic(args[1]) and _is_exact(args[0]):
+        return args[0].realize().call_method(tx, "pow", [args[1]], {})
+    return None
+
+
+def _is_exact(given: Any) -> bool:
+    given = given.realize()
+    return isinstance(given, TensorVariable) and fake_value(given).dtype in EXACT
 
 
 def _dropped_out(tx: Any, x: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
@@ -72,10 +99,12 @@ def _dropped_out(tx: Any, x: Any, p: Any = None, training: Any = None, inplace: 
 
 def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     """The result of ``torch.clamp(x, -r, r)`` and the like with a number that changes; None for what needs no care."""
-    if not any(map(is_symbolic, (*args, *kwargs.values()))) or "out" in kwargs:
+    listed = function is torch.tensor and isinstance(args[0].realize(), BaseListVariable)
+    if not any(map(is_symbolic, args[0].realize().items if listed else (*args, *kwargs.values()))) or "out" in kwargs:
         return None
-    if function is torch._foreach_lerp_:
-        return UserFunctionVariable(_lerp_each).call_function(tx, list(args), kwargs)
+    form = FORMS.get(function)
+    if form is not None and number_forms.fits(form, len(args), kwargs):
+        return UserFunctionVariable(form).call_function(tx, list(args), kwargs)
     if function in (torch.nn.functional.dropout, torch.dropout):
         return _dropped_out(tx, *args, **{{"input": "x", "train": "training"}.get(k, k): v for k, v in kwargs.items()})
     if function is torch.normal and len(args) + len(kwargs) > 2 and "generator" not in kwargs:
@@ -83,11 +112,6 @@ def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     if function in METHODS and args and isinstance(tensor := args[0].realize(), TensorVariable):
         return tensor.call_method(tx, METHODS[function], list(args[1:]), kwargs)
     return None
-
-
-def _lerp_each(self: Any, tensors1: Any, weight: Any) -> None:
-    for tensor, end in zip(self, tensors1):
-        tensor.lerp_(end, weight)
 
 
 def add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any = None) -> Any:
@@ -103,41 +127,6 @@ def add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any
 
 def sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:
     return TorchInGraphFunctionVariable(torch.addcmul).call_function(tx, [value, other, alpha], {})
-
-
-def format_value(original: Callable, translator: Any, form: Any, flags: int) -> None:
-    """``f"{rate:.3f}"``, made when the step has run. Dynamo has its number there, or a constant, in place of a text."""
-    if not isinstance(value := translator.stack[-1].realize(), SymNodeVariable):
-        return original(translator, form, flags)
-    translator.pop()
-    translator.push(text_of(value, form, ("", "!s", "!r", "!a")[flags & 3]))
-
-
-def text_of(number: Any, form: Any, conversion: str = "") -> Any:
-    return StringFormatVariable.create(f"{{{conversion}:{form.as_python_constant()}}}", [number], {})
-
-
-class _PercentVariable(StringFormatVariable):
-    """``"%.3f" % rate``, the same of the older kind."""
-
-    def reconstruct(self, codegen: Any) -> None:
-        codegen.append_output(codegen.create_load_const(self.format_string))
-        codegen.load_method("__mod__")
-        codegen(self.sym_args[0])
-        codegen.extend_output(create_call_method(1))
-
-
-def percent_of(form: Any, given: Any) -> Any:
-    """``form % given`` with a number in it that Dynamo follows as a symbol; None for anything else."""
-    if not (form.is_python_constant() and isinstance(form.as_python_constant(), str)):
-        return None
-    given = given.realize()
-    parts = (given.items if isinstance(given, TupleVariable) else
-             given.items.values() if isinstance(given, ConstDictVariable) else [given])
-    parts = [part.realize() for part in parts]
-    if not any(isinstance(part, SymNodeVariable) for part in parts) or any(isinstance(part, TensorVariable) for part in parts):
-        return None
-    return _PercentVariable(form.as_python_constant(), [given], {})
 
 
 def is_symbolic(given: Any) -> bool:

@@ -82,6 +82,28 @@ def checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentra
     return run(functions[(segments - 1) * length:])(input)
 
 
+def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+             grad_variables: None = None, inputs: Any = None) -> None:
+    """`torch.autograd.backward`, which Dynamo may not enter: that of the sum of all."""
+    if grad_variables is not None:
+        raise RuntimeError("grad_variables is deprecated. Use grad_tensors instead.")
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    gradients = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(tensors))
+    if len(tensors) != len(gradients):
+        raise RuntimeError(f"got {len(tensors)} tensors and {len(gradients)} gradients")
+    if len(tensors) > 1:
+        for i, tensor in enumerate(tensors):
+            if not tensor.requires_grad:
+                raise RuntimeError(f"element {i} of tensors does not require grad and does not have a grad_fn")
+            if gradients[i] is None and tensor.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        tensors = [sum((tensor if gradient is None else tensor * gradient).sum()
+                       for tensor, gradient in zip(tensors, gradients))]
+        gradients = [None]
+    if tensors:
+        tensors[0].backward(gradients[0], retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
 TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
                torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
@@ -135,6 +157,8 @@ def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict
     name in eager, where it is heard once too, unless Python's filters ask for more."""
     if self.value is torch.utils.checkpoint.checkpoint_sequential:
         return compat.UserFunctionVariable(checkpoint_sequential).call_function(tx, args, kwargs)
+    if self.value is torch.autograd.backward:
+        return compat.UserFunctionVariable(backward).call_function(tx, args, kwargs)
     known = _constants(args, kwargs) if self.value is warnings.warn else None
     if known and _warn(tx, *known[0], **known[1]):
         return compat.VariableTracker.build(tx, None)

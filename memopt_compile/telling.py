@@ -45,6 +45,7 @@ def tell_where_it_ends(notes: Any, output: Any, error: Any) -> None:
     """Tell of the end of a graph where a step stops being one. After the optimizer has run (a ``loss.item()`` to
     return, say) the step is whole already, and before the forward it is not begun."""
     begun, to_come = compat_breaks.is_differentiated(output), compat_breaks.is_ahead(output, "backward")
+    to_come = to_come or not (begun or notes.resumed or compat_breaks.is_named(output, "backward"))  # in a function of it
     if notes.resumed:
         breaks = begun and to_come and not notes.backwards
     elif begun or to_come or notes.step not in stepped:
@@ -55,6 +56,16 @@ def tell_where_it_ends(notes: Any, output: Any, error: Any) -> None:
         tell_of_break(notes, error)
     elif to_come and not begun:
         put_off(notes, error)
+
+
+def tell_of_a_tail(notes: Any) -> None:
+    """Say once that Python runs what is behind a whole step, since torch has compiled it often enough."""
+    if notes.step in stepped and notes.step not in _told:
+        _told.add(notes.step)
+        log.warning("%s: what follows the step was compiled %d times, each time for another value, and torch stops there. "
+                    "Python runs it, with right numbers; of the step nothing is lost. Remedy: TORCH_LOGS=\"recompiles\" "
+                    "names the value: keep it the same, or use it outside of the step", notes.where,
+                    compat_breaks.recompile_limit())
 
 
 def put_off(notes: Any, error: Any) -> None:

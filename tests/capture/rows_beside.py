@@ -66,6 +66,79 @@ def step_of_the_class_replaced_in_the_middle() -> Loop:
 
 
 @row
+def methods_of_classes_replaced_in_the_middle() -> Loop:
+    class Base(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x)
+
+    class Model(Base):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Criterion:
+        @classmethod
+        def of(cls, logits, y):
+            return F.cross_entropy(logits, y)
+
+    model, criterion = Model(), Criterion()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = criterion.of(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def after(i):
+        if i == 1:
+            Base.forward = lambda self, x: 0.5 * self.body(x)
+        if i == 3:
+            Criterion.of = classmethod(lambda cls, logits, y: 0.5 * F.cross_entropy(logits, y))
+
+    return loop(model, opt, step, after=after)
+
+
+@row
+def things_that_are_not_there_at_first() -> Loop:
+    """A key and attributes, asked for by an error or with a default."""
+    model, settings = mlp(), {}
+    opt = adamw(model)
+
+    def scale() -> float:
+        return getattr(scale, "value", 1.0)
+
+    def step(x, y):
+        loss = scale() * F.cross_entropy(model(x), y)
+        try:
+            loss = loss * settings["scale"]
+        except KeyError:
+            pass
+        try:
+            loss = loss + model.shift * loss.square()
+        except AttributeError:
+            pass
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def after(i):
+        if i == 1:
+            settings["scale"] = 0.5
+        if i == 2:
+            model.shift = 0.3
+        if i == 3:
+            scale.value = 0.5
+
+    return loop(model, opt, step, after=after)
+
+
+@row
 def scheduler_attached_in_the_middle() -> Loop:
     model = mlp()
     opt = adamw(model)

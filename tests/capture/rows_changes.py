@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from loops import CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain, row
@@ -67,6 +68,52 @@ def numbers_given_to_the_step() -> Loop:
         return loss
 
     return Loop(step, [model, means], [opt], arguments=lambda i: (0.1 / (i + 1), (i + 1.5) / (i + 3)))
+
+
+@row
+def schedules_in_lists() -> Loop:
+    """Of Python's and NumPy's kind, read at a place that the step is given or counts itself."""
+    model = mlp()
+    opt = adamw(model)
+    rates, decays = [0.02 / (i + 1) for i in range(20)], np.linspace(0.01, 0.4, 20)
+    model.calls = 0
+
+    def step(x, y, i):
+        for group in opt.param_groups:
+            group["lr"], group["weight_decay"] = rates[i], decays[model.calls]
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        model.calls += 1
+        return loss
+
+    return loop(model, opt, step, arguments=lambda i: (i,))
+
+
+@row
+def numbers_where_operators_want_constants() -> Loop:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), mlp())
+    opt = adamw(model)
+
+    def step(x, y, a):
+        model[0].momentum = a
+        z = model(x)
+        one_hot, weight = F.one_hot(y, CLASSES).to(z), torch.tensor([1.0, a, 1.0, 2 * a], dtype=z.dtype)
+        loss = F.cross_entropy(z, y, weight=weight, label_smoothing=a, ignore_index=2) + F.relu(a - z).sum()
+        loss = loss + F.huber_loss(F.leaky_relu(z, a), one_hot, delta=a) + F.smooth_l1_loss(z, one_hot, beta=a)
+        loss = loss + (z.masked_fill(z > a, -a) * torch.full_like(z, a) + torch.where(z < 0, z, a)).square().mean()
+        loss = loss + (z.new_full((CLASSES,), a) * (z.abs() + 1) ** a + a ** z.clamp_max(3 * a)).mean()
+        mask = one_hot.clone()
+        mask[:, 0] = a
+        loss = loss + (mask * z * torch.full((CLASSES,), a, dtype=z.dtype)).mean()
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1 * a)
+        opt.step()
+        return loss
+
+    return loop(model, opt, step, arguments=lambda i: (0.3 / (i + 1),))
 
 
 @row

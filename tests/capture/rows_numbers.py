@@ -233,6 +233,55 @@ def scale_of_the_loss() -> Loop:
     return loop(model, opt, step, wrap=lambda step, compile: _then(compile(step), lambda: dict(scaler)))
 
 
+@row
+def numbers_that_grow() -> Loop:
+    """A dict with a key for each call, and what has come to a list last."""
+    model = mlp()
+    opt = adamw(model)
+    losses, by_number, by_text = [], {}, {}
+
+    def step(x, y, i):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        by_number[i] = by_text[f"step {i}"] = loss.item()
+        losses.append(loss.item())
+        return losses[-1] - losses[-2] if len(losses) > 1 else 0.0
+
+    return loop(model, opt, step, arguments=lambda i: (i,), wrap=_both_and(lambda: [by_number, by_text, losses]))
+
+
+def _both_and(answer):
+    def wrap(step, compile):
+        compiled = compile(step)
+        return lambda *args: (compiled(*args), answer())
+
+    return wrap
+
+
+@row
+def texts_as_keys() -> Loop:
+    """Of a number that changes: what they find is another thing then."""
+    model = mlp()
+    opt = adamw(model)
+    weights, kinds, seen, last = {"e2": 3.0, "e4": 5.0}, {"k1", "k5"}, {}, {}
+
+    def step(x, y, i):
+        weight = weights.get("e{}".format(i), 1.0) + (2.0 if f"k{i}" in kinds else 0.0)  # noqa: UP032
+        loss = weight * F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        seen.setdefault("part %d" % (i // 3), []).append(i)  # noqa: UP031
+        if i // 3 not in last:
+            last[i // 3] = 0
+        last[i // 3] += len(f"{10 ** i}")
+        return weight
+
+    return loop(model, opt, step, arguments=lambda i: (i,), wrap=_both_and(lambda: [seen, last]))
+
+
 @ordinary
 def loss_divided_by_its_number() -> Loop:
     model = mlp()

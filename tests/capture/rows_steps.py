@@ -94,6 +94,24 @@ def loss_item() -> Loop:
 
 
 @row
+def function_backward() -> Loop:
+    """torch.autograd's own, of one loss or several, and with gradients given."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        torch.autograd.backward([loss, logits], [None, 0.1 * torch.ones_like(logits)], retain_graph=True)
+        torch.autograd.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
 def logits_and_metrics() -> Loop:
     model = mlp()
     opt = adamw(model)

@@ -32,17 +32,21 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, u
 # optimizer's state has grown by the parameters that the first call did not use. torch takes a count of 0 or 1 for a constant.
 CHANGED = ("module_hook_in_some_steps", "hook_of_all_modules_in_some_steps", "scheduler_attached_in_the_middle",
            "weights_loaded_in_place_of_the_old", "weight_replaced",
-           "weights_tied_in_the_middle", "optimizer_of_other_parameters")
+           "methods_of_classes_replaced_in_the_middle", "things_that_are_not_there_at_first", "weights_tied_in_the_middle", "optimizer_of_other_parameters")
 COUNTED = {"optimizer_that_counts": 4, **dict.fromkeys(("window_of_losses", "means_of_losses", "lookahead"), 3)}
 GRAPHS = {"unused_in_some_steps": 3, "step_of_the_class_replaced_in_the_middle": 4, "group_added_in_the_middle": 4, "two_compiled_steps": 4,
+          "texts_as_keys": STEPS,
           **COUNTED, **dict.fromkeys(CHANGED, 4)}
 # The second call finds the optimizer's state, and is the last that makes a graph, save where a later one is
 # the first of its kind: with a short batch, other parameters, another group.
 UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_middle": 4, "batch_norm_of_all_batches": 5,
          "step_of_the_class_replaced_in_the_middle": STEPS,
-         "group_added_in_the_middle": 5, **COUNTED, **dict.fromkeys(CHANGED, 4)}
+         "texts_as_keys": STEPS, "group_added_in_the_middle": 5, **COUNTED, **dict.fromkeys(CHANGED, 4), "methods_of_classes_replaced_in_the_middle": 5,
+         "things_that_are_not_there_at_first": 5}
 if torch.__version__ < "2.12":  # which makes a constant of a number that the step reads in formulas only
-    UNTIL["numbers_given_to_the_step"], GRAPHS["numbers_given_to_the_step"] = STEPS, 2 * STEPS  # each traced twice
+    for _name in ("numbers_given_to_the_step", "schedules_in_lists", "numbers_where_operators_want_constants",
+                  "texts_as_keys"):
+        UNTIL[_name], GRAPHS[_name] = STEPS, 2 * STEPS  # each traced twice
 # Of steps that make a leaf of their own, which ends a graph before torch 2.13: those whose forward is behind it, and whole.
 AHEAD = ("gradient_penalty", "attack_in_place", "attack_with_inputs_named")
 

@@ -1,0 +1,139 @@
+"""Functions of torch's whose number changes from call to call, of operators that take a tensor for it.
+
+In a graph such a number is a constant where torch's own operator wants it, and a graph for each of its values. The
+results are those of the operator up to rounding, and so are the derivatives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _as_tensor(number: Any, like: Tensor) -> Tensor:
+    """A number beside `like`, whose type the result has: as a 0-dim tensor in float64 unless `like` is one too."""
+    value = torch.ones((), dtype=torch.float64) * number
+    return value if like.dim() else value.to(like.dtype)
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
+
+
+def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
+    result = torch.where(input > 0, input, input * _as_tensor(negative_slope, input))
+    return input.copy_(result) if inplace else result
+
+
+def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0) -> Tensor:
+    if not delta > 0:
+        raise RuntimeError("huber_loss does not support non-positive values for delta.")
+    error = (input - target).abs()
+    number = _as_tensor(delta, error)
+    return _reduced(torch.where(error < number, 0.5 * error * error, number * (error - 0.5 * number)), reduction)
+
+
+def smooth_l1_loss(input: Tensor, target: Tensor, *, reduction: str = "mean", beta: Any = 1.0) -> Tensor:
+    if beta < 0:
+        raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
+    error = (input - target).abs()
+    if beta == 0:
+        return _reduced(error, reduction)
+    number = _as_tensor(beta, error)
+    return _reduced(torch.where(error < number, 0.5 * error * error / number, error - 0.5 * number), reduction)
+
+
+def cross_entropy(input: Tensor, target: Tensor, weight: Any = None, *, ignore_index: int = -100,
+                  reduction: str = "mean", label_smoothing: Any = 0.0) -> Tensor:
+    """It is linear in how much labels are smoothed."""
+    if not 0 <= label_smoothing <= 1:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    given = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    plain = F.cross_entropy(input, target, **given)
+    if label_smoothing == 0:
+        return plain
+    smooth = F.cross_entropy(input, target, **given, label_smoothing=1.0)
+    share = torch.ones((), dtype=torch.float64) * label_smoothing
+    return plain * (1 - share).to(plain.dtype) + smooth * share.to(plain.dtype)
+
+
+def batch_norm(input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+               training: bool = False, momentum: Any = 0.1, eps: float = 1e-5) -> Tensor:
+    if not training or running_mean is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
+    mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, eps)
+    with torch.no_grad():
+        for running, of_batch in ((running_mean, mean), (running_var, variance)):
+            share = _as_tensor(momentum, running)
+            running.copy_((1 - share) * running + share * of_batch)
+    return result
+
+
+def where(condition: Tensor, input: Any, other: Any) -> Tensor:
+    tensors = [each for each in (input, other) if isinstance(each, Tensor)]
+    floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
+    dtype = tensors[0].dtype if floating else torch.get_default_dtype()
+    return torch.where(condition, *(each if isinstance(each, Tensor) else (
+        torch.ones((), dtype=torch.float64, device=condition.device) * each).to(dtype) for each in (input, other)))
+
+
+def full(size: Any, fill_value: Any, **kind: Any) -> Tensor:
+    return torch.empty(size, **kind).fill_(fill_value)
+
+
+def full_like(input: Tensor, fill_value: Any, **kind: Any) -> Tensor:
+    return torch.empty_like(input, **kind).fill_(fill_value)
+
+
+def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([tensor(each, dtype=dtype, device=device) for each in data])
+    return torch.empty((), dtype=dtype or torch.get_default_dtype(), device=device).fill_(data)
+
+
+def new_full(self: Tensor, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+    return self.new_empty(size, dtype=dtype, device=device).fill_(fill_value)
+
+
+def subtract_from(self: Tensor, number: Any) -> Tensor:
+    """``number - tensor``"""
+    return -self + number
+
+
+def lerp_each(self: Any, tensors1: Any, weight: Any) -> None:
+    for one, end in zip(self, tensors1):
+        one.lerp_(end, weight)
+
+
+def clamp_min_each(self: Any, scalar: Any) -> None:
+    for one in self:
+        one.clamp_(min=scalar)
+
+
+def clamp_max_each(self: Any, scalar: Any) -> None:
+    for one in self:
+        one.clamp_(max=scalar)
+
+
+def power_of(self: Tensor, number: Any) -> Tensor:
+    """``number ** tensor``"""
+    base = torch.ones((), dtype=torch.float64, device=self.device) * number
+    return torch.pow(base.to(self.dtype), self)
+
+
+def fits(form: Callable, count: int, names: Iterable[str]) -> bool:
+    """Whether a form takes `count` arguments by their place and others by these names."""
+    code = form.__code__
+    known = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+    return count <= code.co_argcount and (bool(code.co_flags & inspect.CO_VARKEYWORDS) or set(names) <= set(known))
+
+
+FORMS: dict[Any, Callable] = {
+    F.leaky_relu: leaky_relu, F.huber_loss: huber_loss, F.smooth_l1_loss: smooth_l1_loss, F.cross_entropy: cross_entropy,
+    F.batch_norm: batch_norm, torch.where: where, torch.full: full, torch.full_like: full_like, torch.tensor: tensor}
