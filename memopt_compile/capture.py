@@ -375,14 +375,9 @@ def scope(step: Any, code: Any, options: Any = None,
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
-        limit = compat_breaks.is_recompile_limit(error)
-        if limit and _notes.resumed and all(c.kind != "step" for c in compilations(code)):
-            telling.tell_of_a_tail(_notes)
-        elif limit:
-            _notes.left = True
-            telling.tell(_notes, _notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for "
-                         "another value, and torch stops there",
-                         'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
+        if compat_breaks.is_recompile_limit(error):
+            tail = _notes.resumed and all(c.kind != "step" for c in compilations(code))
+            (telling.tell_of_a_tail if tail else telling.tell_of_the_limit)(_notes)
         left(options, _notes)
         raise
     finally:

@@ -77,7 +77,7 @@ def batch_norm(input: Tensor, running_mean: Any, running_var: Any, weight: Any =
 
 def where(condition: Tensor, input: Any, other: Any) -> Tensor:
     tensors = [each for each in (input, other) if isinstance(each, Tensor)]
-    floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
+    floating = len(tensors) > 0 and (tensors[0].is_floating_point() or tensors[0].is_complex())
     dtype = tensors[0].dtype if floating else torch.get_default_dtype()
     return torch.where(condition, *(each if isinstance(each, Tensor) else (
         torch.ones((), dtype=torch.float64, device=condition.device) * each).to(dtype) for each in (input, other)))

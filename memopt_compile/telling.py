@@ -58,6 +58,12 @@ def tell_where_it_ends(notes: Any, output: Any, error: Any) -> None:
         put_off(notes, error)
 
 
+def tell_of_the_limit(notes: Any) -> None:
+    notes.left = True
+    tell(notes, notes.where, f"it was compiled {compat_breaks.recompile_limit()} times, each time for another value, and "
+         "torch stops there", 'TORCH_LOGS="recompiles" names the value: keep it the same, or out of the step')
+
+
 def tell_of_a_tail(notes: Any) -> None:
     """Say once that Python runs what is behind a whole step, since torch has compiled it often enough."""
     if notes.step in stepped and notes.step not in _told:
