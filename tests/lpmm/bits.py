@@ -5,7 +5,7 @@
 Equal linear layers and one row of input, so that next to nothing is activations. Resident are
 parameters, states and gradients, scales and counts included, measured; gradients in `.grad`, which are
 there between micro-batches and not between steps, are added: "in .grad" is an ordinary loop, of which
-`accumulate_in_backward` keeps the sum in 8 bits.
+`accumulate_in_backward` keeps the sum in 8 bits. Decoded are parameters in full precision: the most at once, in layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS = {  # bits of parameters, optimizer, micro-batches
 }
 
 
-def bits(name: str, layers: int, width: int, lowering: str) -> tuple[float, float]:
+def bits(name: str, layers: int, width: int, lowering: str) -> tuple[float, float, float]:
     width_of, make, n = WAYS[name]
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -67,7 +67,8 @@ def bits(name: str, layers: int, width: int, lowering: str) -> tuple[float, floa
         model(x[:1]).square().mean().backward()
         gradients = [p.grad for p in model.parameters()]
         gradient_bytes = sum(part.nbytes for g in gradients for part in getattr(g, "parts", [g]))
-    return 8 * (memory.resident_bytes + gradient_bytes) / count, 8 * memory.peak_bytes / count
+    decoded = memopt.report(run).memory.most["decoded parameters"] / (4 * width * width)
+    return 8 * (memory.resident_bytes + gradient_bytes) / count, 8 * memory.peak_bytes / count, decoded
 
 
 def main() -> None:
@@ -77,10 +78,10 @@ def main() -> None:
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--only", nargs="+", default=list(WAYS), metavar="NAME")
     given = parser.parse_args()
-    print(f"| parameters/gradients/states | resident | at the peak, {given.lowering} |\n|---|---|---|")
+    print(f"| parameters/gradients/states | resident | at the peak, {given.lowering} | decoded at once, layers |\n|---|---|---|---|")
     for name in given.only:
-        resident, peak = bits(name, given.layers, given.width, given.lowering)
-        print(f"| {name} | {resident:.2f} | {peak:.2f} |", flush=True)
+        resident, peak, decoded = bits(name, given.layers, given.width, given.lowering)
+        print(f"| {name} | {resident:.2f} | {peak:.2f} | {decoded:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
