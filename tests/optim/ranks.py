@@ -41,29 +41,29 @@ def on_ranks(count: int, folder: Path, function: Callable, *args: Any) -> list[A
 
     They find each other by a file below `folder`: there is no port to be taken. A rank that waits for
     another in vain fails after three minutes, and says where each of its threads was. If a signal ends a rank
-    (SIGSEGV was seen once in hundreds of runs, its place is not known), that is a warning with what the
-    ranks said, and all begin again, once.
+    (seen twice in hundreds of runs, once in both tries; its place is not known), that is a warning with what the ranks
+    said, and all begin again, once, as processes that inherit nothing of the first ones' heap.
 
     Raises:
         AssertionError: with what each rank that failed says, as one's failure is often another's doing.
     """
     try:
-        return _on_ranks(count, folder, function, args)
+        return _on_ranks(count, folder, function, args, "forkserver")
     except _Ended as signal:
         warnings.warn(f"ranks begin again: {signal}", stacklevel=2)
-        return _on_ranks(count, folder, function, args)
+        return _on_ranks(count, folder, function, args, "spawn")
 
 
 class _Ended(AssertionError):
     """By a signal."""
 
 
-def _on_ranks(count: int, folder: Path, function: Callable, args: tuple) -> list[Any]:
+def _on_ranks(count: int, folder: Path, function: Callable, args: tuple, method: str) -> list[Any]:
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
         server()
         torch.multiprocessing.start_processes(_rank, (count, place, function, args), nprocs=count,
-                                              start_method="forkserver")
+                                              start_method=method)
     except Exception as error:
         said = [f"{path.name}:\n{path.read_text()}" for path in sorted(place.glob("rank *"))]
         kind = _Ended if getattr(error, "signal_name", None) else AssertionError
