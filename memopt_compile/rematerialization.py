@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -246,6 +246,22 @@ class Outcome:
         return before & (behind | self.life.kept)
 
 
+def chain(problem: Problem, needed: int, again: Collection[int], done: set[int]) -> Iterator[int]:
+    """The operations of `again` that run before `needed` can, and it, in order, but for those that made what is `done`;
+    what each makes is done when it comes."""
+    values, operations, stack = problem.values, problem.operations, [needed]
+    while stack:
+        top = operations[stack[-1]]
+        missing = [values[v].operation for v in top.reads if v not in done and values[v].operation in again]
+        if missing:
+            stack += reversed(missing)
+            continue
+        o = stack.pop()
+        if top.makes[0] not in done:
+            done.update(top.makes)
+            yield o
+
+
 def simulate(problem: Problem, again: Collection[int],
              packed: Mapping[int, Packed] = NOTHING) -> Outcome:
     """The live bytes, exactly, if the operations `again` run again where they are first needed, and
@@ -278,22 +294,13 @@ def simulate(problem: Problem, again: Collection[int],
                 size[v,] = values[v].nbytes
                 run(("unpack", v), packed[v].decode, position, [("packed", v), (v,)], values[v].nbytes)
 
-    def run_again(o: int, position: int) -> None:
-        stack = [o]
-        while stack:
-            top = operations[stack[-1]]
-            missing = [values[v].operation for v in top.reads
-                       if v not in done and values[v].operation in again]
-            if missing:
-                stack += reversed(missing)
-                continue
-            o = stack.pop()
-            if top.makes[0] not in done:
-                done.update(top.makes)
-                size.update({(v,): values[v].nbytes for v in top.makes})
-                unpack(top.reads, position)
-                run(("again", o), top.node, position, map(owner, (*top.reads, *top.makes)),
-                    sum(values[v].nbytes for v in top.makes))
+    def run_again(needed: int, position: int) -> None:
+        for o in chain(problem, needed, again, done):
+            top = operations[o]
+            size.update({(v,): values[v].nbytes for v in top.makes})
+            unpack(top.reads, position)
+            run(("again", o), top.node, position, map(owner, (*top.reads, *top.makes)),
+                sum(values[v].nbytes for v in top.makes))
 
     for position, node in enumerate(problem.order):
         touches = life.touched[node]

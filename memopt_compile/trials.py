@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from .packing import Packed
-from .rematerialization import NOTHING, PUT_AWAY, Problem
+from .rematerialization import NOTHING, PUT_AWAY, Problem, chain
 from .transfers import HOST
 
 
@@ -49,9 +49,6 @@ class Trials:
         self.old = np.arange(count)
         self.positions = np.arange(count) + self.packed_at.searchsorted(np.arange(count), "left")  # with what is packed
         self.workspace = [problem.workspace(operation.node) for operation in problem.operations]
-
-    def peak_bytes(self, again: Collection[int]) -> int:
-        return int(self.bytes(again).max(initial=0))
 
     def bytes(self, again: Collection[int]) -> np.ndarray:
         """`Outcome.live` of a choice."""
@@ -108,7 +105,7 @@ class Trials:
 
     def _inserted(self, again: set[int]) -> tuple[list[tuple[str, int]], list[int]]:
         """What runs again or is unpacked, in order, and the positions before which it is, as `simulate` has it."""
-        values, operations, packed = self.problem.values, self.problem.operations, self.packed
+        operations, packed = self.problem.operations, self.packed
         what: list[tuple[str, int]] = []
         before: list[int] = []
         done: set[int] = set()  # values
@@ -124,19 +121,10 @@ class Trials:
                     done.add(number)
                     insert("unpack", number, position)
                 continue
-            stack = [number]
-            while stack:
-                top = operations[stack[-1]]
-                missing = [values[v].operation for v in top.reads if v not in done and values[v].operation in again]
-                if missing:
-                    stack += reversed(missing)
-                    continue
-                o = stack.pop()
-                if top.makes[0] not in done:
-                    done.update(top.makes)
-                    for v in top.reads:
-                        if v in packed and v not in done:
-                            done.add(v)
-                            insert("unpack", v, position)
-                    insert("again", o, position)
+            for o in chain(self.problem, number, again, done):
+                for v in operations[o].reads:
+                    if v in packed and v not in done:
+                        done.add(v)
+                        insert("unpack", v, position)
+                insert("again", o, position)
         return what, before
