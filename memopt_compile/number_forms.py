@@ -35,7 +35,8 @@ def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: An
         raise RuntimeError("huber_loss does not support non-positive values for delta.")
     error = (input - target).abs()
     number = _as_tensor(delta, error)
-    return _reduced(torch.where(error < number, 0.5 * error * error, number * (error - 0.5 * number)), reduction)
+    small = torch.minimum(error, number)  # no branch of an infinite error's own square, whose derivative is NaN
+    return _reduced(0.5 * small * small + number * (error - small), reduction)
 
 
 def smooth_l1_loss(input: Tensor, target: Tensor, *, reduction: str = "mean", beta: Any = 1.0) -> Tensor:
@@ -45,7 +46,8 @@ def smooth_l1_loss(input: Tensor, target: Tensor, *, reduction: str = "mean", be
     if beta == 0:
         return _reduced(error, reduction)
     number = _as_tensor(beta, error)
-    return _reduced(torch.where(error < number, 0.5 * error * error / number, error - 0.5 * number), reduction)
+    small = torch.minimum(error, number)
+    return _reduced(0.5 * small * small / number + (error - small), reduction)
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Any = None, *, ignore_index: int = -100,
