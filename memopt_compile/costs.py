@@ -4,9 +4,10 @@ Some operators hold memory while they run that is neither operand nor result: re
 in a convolution, partial sums in a backward, an index in sorted order. No table knows them all,
 so each distinct call (operator, shapes, strides, dtypes, constants) is run once on made-up
 tensors under the allocation recorder, and the answer is kept for the process. Views hold nothing and
-are not run, nor are pointwise operators unless they cast: of operands in other dtypes than their
-result they hold copies. All are run on the CPU: of a step elsewhere only ours, which hold as much there,
-and the rest is taken to hold nothing. (On CUDA made-up operands may end the process's use of the device.)
+are not run. Pointwise operators hold copies of operands in other dtypes than their result; those that cast nothing
+are run on one element each, for the tensors that their numbers become. All are run on the CPU: of a step elsewhere
+only ours, which hold as much there, and the rest is taken to hold nothing. (On CUDA made-up operands may end the
+process's use of the device.)
 Operators of other libraries are not run, since they may do more than compute. One with a body of its own
 (`torch.cond`) holds what is alive in that. Collectives are not run either, since the other ranks would take
 part: what gloo holds is known (`of_gloo`).
@@ -68,7 +69,8 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
             return 0
         if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
             return 0
-        if _only_writes(node.target, node.args, [n.meta.get("val") for n in node.all_input_nodes]):
+        if _only_writes(node.target, node.args, [n.meta.get("val") for n in node.all_input_nodes]) and not (
+                _has_number(node.args)):
             return 0
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta.get("val"))
         return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
@@ -118,8 +120,12 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
     if _is_view(target):
         return 0
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    if not tensors or _only_writes(target, args, tensors):
+    if not tensors:
         return 0
+    if _only_writes(target, args, tensors):
+        if not _has_number(args):
+            return 0
+        args, kwargs = pytree.tree_map_only(Tensor, _one_element, (args, kwargs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     if target.namespace != "memopt" and device.type != "cpu":
         return 0
@@ -139,13 +145,20 @@ def _is_view(target: Any) -> bool:
 
 
 def _only_writes(target: Any, args: Any, operands: list[Any]) -> bool:
-    """Whether `target` is pointwise and brings no operand to another dtype before it starts.
-    Scalars are left out: they are cast for a few bytes."""
+    """Whether `target` is pointwise and brings no operand to another dtype before it starts, scalars left out."""
     if not isinstance(target, OPERATOR) or torch.Tag.pointwise not in target.tags:
         return False
     dtypes = {t.dtype for t in operands if isinstance(t, Tensor) and t.dim()}
     number = float in map(type, args) and not any(d.is_floating_point for d in dtypes)
     return len(dtypes) <= 1 and not (number and dtypes)
+
+
+def _has_number(args: Any) -> bool:
+    return any(isinstance(a, int | float | complex | torch.SymInt | torch.SymFloat) for a in args)
+
+
+def _one_element(tensor: Tensor) -> Tensor:
+    return torch.empty([1] * tensor.dim(), dtype=tensor.dtype, device="meta")
 
 
 def _description(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Accuracy with parameters, gradients and states in few bits: ResNet on Fashion-MNIST, a small GPT.
 
     python tests/lpmm/accuracy.py [--model resnet|gpt] [--only NAME ...] [--seeds 3] [--first 0] [--steps N]
-                                  [--micro-batches 1 4 8 16] [--sum] [--lowering inductor]
+                                  [--micro-batches 1 4 8 16] [--sum] [--rate LR] [--lowering inductor]
 
 Every way sees the same batches from the same first weights. The ResNet is trained by SGDM, and a row
 has its accuracy on the held-out images; the GPT by AdamW, and a row has its held-out loss. With N
@@ -36,7 +36,7 @@ WAYS = {"fp32": None} | {f"{bits}/8/{states} {rounding}": (bits, states, roundin
 
 
 class Images:
-    steps, better = 300, max
+    steps, rate = 300, 0.05
 
     def __init__(self):
         self.images, self.labels, test_images, test_labels = fashion_mnist()
@@ -45,8 +45,8 @@ class Images:
     def model(self):
         return ResNet((8, 16))
 
-    def optimizer(self, parameters, **bits):
-        return memopt.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4, **bits)
+    def optimizer(self, parameters, lr, **bits):
+        return memopt.optim.SGD(parameters, lr, momentum=0.9, weight_decay=1e-4, **bits)
 
     def batch(self, generator):
         rows = torch.randint(len(self.images), (64,), generator=generator)
@@ -63,7 +63,7 @@ class Images:
 
 
 class Plays:
-    steps, better = 300, min
+    steps, rate = 300, 2e-3
 
     def __init__(self):
         self.ids, rest, alphabet = shakespeare()
@@ -74,8 +74,8 @@ class Plays:
     def model(self):
         return GPT(GPTConfig(self.size, 4, 128, 4, 64))
 
-    def optimizer(self, parameters, **bits):
-        return memopt.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1, **bits)
+    def optimizer(self, parameters, lr, **bits):
+        return memopt.optim.AdamW(parameters, lr, weight_decay=0.1, **bits)
 
     def batch(self, generator):
         return random_batch(self.ids, 16, 64, generator)
@@ -89,13 +89,13 @@ class Plays:
         return statistics.mean(float(self.loss(model, x, y)) for x, y in self.test)
 
 
-def train(task, way, seed, steps, micro_batches, lowering=None, added_up=False):
+def train(task, way, seed, steps, micro_batches, rate, lowering=None, added_up=False):
     """(held-out result, bins)."""
     torch.manual_seed(seed)
     model = task.model()
     if way is not None:
         memopt.quantize_parameters_(model, way[0], rounding=way[2], seed=seed)
-    opt = task.optimizer(model.parameters(), **({} if way is None else {"state_bits": way[1], "gradient_bits": 8}))
+    opt = task.optimizer(model.parameters(), rate, **({} if way is None else {"state_bits": way[1], "gradient_bits": 8}))
     share = 1 if added_up else micro_batches
     updates = max(1, steps // micro_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -137,14 +137,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], metavar="N")
     parser.add_argument("--sum", action="store_true")
+    parser.add_argument("--rate", type=float, help="the learning rate at its largest")
     parser.add_argument("--lowering", choices=("eager", "inductor"))
     given = parser.parse_args()
     task = Images() if given.model == "resnet" else Plays()
-    steps = given.steps or task.steps
-    print(f"{given.model}, {steps} batches\n\n| N | way | mean | each seed | bins |\n|---|---|---|---|---|")
+    steps, rate = given.steps or task.steps, given.rate or task.rate
+    print(f"{given.model}, {steps} batches, learning rate {rate}\n\n| N | way | mean | each seed | bins |\n|---|---|---|---|---|")
     for n in given.micro_batches:
         for name in given.only:
-            found = [train(task, WAYS[name], seed, steps, n, given.lowering, given.sum)
+            found = [train(task, WAYS[name], seed, steps, n, rate, given.lowering, given.sum)
                      for seed in range(given.first, given.first + given.seeds)]
             results = [result for result, _ in found]
             print(f"| {n} | {name} | {statistics.mean(results):.3f} | {', '.join(f'{r:.3f}' for r in results)} | "
