@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 .ci/setup examples
-exec .venv/bin/python examples/train_gpt.py --compare "$@"
+exec .venv/bin/python examples/train_gpt.py --compare --svg memory.svg "$@"

@@ -30,6 +30,7 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model")
     parser.add_argument("--compare", action="store_true",
                         help="then measure eager, torch.compile and memopt, each in a process")
+    parser.add_argument("--svg", metavar="FILE", help="and draw the memory of each over one step")
     parser.add_argument("--measure", choices=BACKENDS, help=argparse.SUPPRESS)  # one such process
     return parser
 

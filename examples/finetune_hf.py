@@ -70,7 +70,7 @@ def main() -> None:
     print(f"{options.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
     train(step, batch, options.steps)
     if options.compare:
-        compare([sys.executable, *sys.argv])
+        compare([sys.executable, *sys.argv], svg=options.svg)
 
 
 if __name__ == "__main__":

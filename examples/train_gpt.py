@@ -124,4 +124,5 @@ if __name__ == "__main__":
         with ranks(options.zero) as (rank, mesh):
             run(options, rank, mesh)
         if options.compare:
-            compare([sys.executable, *sys.argv], share=None if options.budget else 0.5)
+            compare([sys.executable, *sys.argv], share=None if options.budget else 0.5,
+                    svg=options.svg)

@@ -101,7 +101,8 @@ def main() -> None:
     state = sum(v.nbytes for s in opt.state.values() for v in s.values() if torch.is_tensor(v))
     print(f"optimizer state {state / 2**20:.2f} MiB")
     if options.compare:
-        compare([sys.executable, *sys.argv], {name: WAYS[name] for name in options.ways})
+        compare([sys.executable, *sys.argv], {name: WAYS[name] for name in options.ways},
+                svg=options.svg)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
         found = torch.cat([model(part).argmax(1) for part in test_images.split(500)])
     print(f"test accuracy {(found == test_labels).float().mean():.3f}")
     if options.compare:
-        compare([sys.executable, *sys.argv])
+        compare([sys.executable, *sys.argv], svg=options.svg)
 
 
 if __name__ == "__main__":

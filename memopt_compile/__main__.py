@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "bench", _bench, "compare bytes and seconds of a step in eager, "
                        "under torch.compile and under memopt, each in a process of its own")
+    command.add_argument("--svg", metavar="FILE", help="draw the memory of each over one step")
     command.add_argument("--measure", choices=TITLES, help=argparse.SUPPRESS)  # one such process
     return parser
 
@@ -120,7 +121,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     Options.from_dict(dict(parsed.option))
     if parsed.measure is None:
         options = [part for name, value in parsed.option for part in ("-o", f"{name}={value}")]
-        compare([sys.executable, "-m", "memopt_compile", "bench", parsed.target, *options])
+        compare([sys.executable, "-m", "memopt_compile", "bench", parsed.target, *options], svg=parsed.svg)
         return 0
     step, args = _load(parsed.target)
     if parsed.measure == "inductor":

@@ -14,13 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 from tabulate import tabulate
 
-from .errors import InfeasibleBudget, MemoptError
+from .errors import InfeasibleBudget, MemoptError, OptionError
 from .measure import measure
 from .options import format_bytes
+from .timeline import draw
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}
@@ -40,12 +42,13 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         return time.perf_counter() - start
 
     try:
-        found: dict[str, float] = {"first": timed()}
+        found: dict[str, Any] = {"first": timed()}
     except InfeasibleBudget as refusal:
         print(json.dumps({"refused": refusal.what}))
         return
     timed()  # The optimizer's state is there by now and nothing compiles any more.
-    found["peak"] = measure(step, *batch, resident=resident).peak_bytes
+    seen = measure(step, *batch, resident=resident)
+    found |= {"peak": seen.peak_bytes, "live": [size for _, size in seen.timeline]}
     if backend == "memopt":
         from .report import report
 
@@ -55,13 +58,17 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         print(json.dumps([timed()]), flush=True)
 
 
-def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, share: float | None = None) -> None:
+def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, share: float | None = None,
+            svg: str | None = None) -> None:
     """Run `command`, which calls `answer`, with the arguments of each way, and print one table. With `share` memopt runs
-    once more, with this share of the lowest peak of the others as its `--budget`.
+    once more, with this share of the lowest peak of the others as its `--budget`. With `svg` memory over one call of
+    each is drawn to that file.
 
     Each process has a compilation cache of its own, so that none finds what another compiled.
     The timed rounds take turns, so that all see the same machine.
     """
+    if svg is not None and not Path(svg).parent.is_dir():
+        raise OptionError("there is no folder for the picture", where=svg, do="name a file in a folder that exists")
     names = [name for name in ways if "inductor" not in ways[name] or _has_compiler()]
     workers: dict[str, _Worker] = {}
     found: dict[str, Any] = {}
@@ -77,8 +84,9 @@ def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, sh
         for name in names:
             start(name, ways[name])
         lower = min(found[name]["peak"] for name in [n for n in found if "memopt" not in ways[n]] or found)
-        if share is not None:
-            budget = format_bytes(int(share * lower))
+        budget_bytes = int(share * lower) if share is not None else None
+        if budget_bytes is not None:
+            budget = format_bytes(budget_bytes)
             start(f"memopt, budget {budget}", ("--measure", "memopt", "--budget", budget))
         times: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(ROUNDS):
@@ -92,6 +100,10 @@ def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, sh
                      f"{statistics.median(times[name]) * 1e3:.0f}", f"{found[name]['first']:.1f}"))
     print(tabulate(rows, HEADERS, disable_numparse=True, stralign="right"))
     print("peak: parameters, gradients, optimizer state and batch included, exact to the byte")
+    if svg is not None:
+        steps = {name: list(enumerate(each["live"])) for name, each in found.items()}  # a busy machine's pauses left out
+        draw(steps, svg, budget_bytes, "Memory over one step, change by change, measured")
+        print(f"drawn: {svg}")
 
 
 def _has_compiler() -> bool:

@@ -85,6 +85,7 @@ def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
         (["fit", "{script}:make", "-o", "lowering=eager", "--memory", "1000B"], "still needs"),
         (["fit", "{script}:make", "--memory", "6"], "the unit is missing"),
         (["bench", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
+        (["bench", "{script}:make", "--svg", "nowhere/a.svg"], "there is no folder"),
     ],
 )
 def test_refusals_say_what_to_do(script, capsys, arguments, problem):

@@ -69,8 +69,11 @@ def losses(output: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @needs_plays
-def test_gpt_learns_and_its_comparison_is_one_table():
-    output = run_by_python("train_gpt.py", "--compare", CXX="there is none")  # so without torch.compile's row
+def test_gpt_learns_and_its_comparison_is_one_table_and_a_picture(tmp_path):
+    picture = tmp_path / "memory.svg"
+    output = run_by_python("train_gpt.py", "--compare", "--svg", str(picture),
+                           CXX="there is none")  # so without torch.compile's row
+    assert "budget" in picture.read_text()
     first, last = losses(output)
     assert last < first - 0.5
     assert "validation loss" in output and "sample:" in output
