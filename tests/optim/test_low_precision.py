@@ -177,6 +177,26 @@ def test_restart_goes_on_bit_by_bit(make):
     assert all(torch.equal(a, b) for a, b in zip(p.parts, q.parts))
 
 
+def test_restart_within_a_mini_batch():
+    """The sum of the micro-batches so far is in the checkpoint."""
+    def make(bits=8):
+        return (p := parameter()), optim.SGD([p], lr=0.05, momentum=0.9, state_bits=8, gradient_bits=bits)
+
+    (p, opt), (q, other) = make(), make()
+    first, second = gradients(2)
+    p.grad = first
+    opt.accumulate()
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for each, its in ((p, opt), (q, other)):
+        each.grad = second.clone()
+        its.step()
+    assert all(torch.equal(a, b) for a, b in zip(p.parts, q.parts))
+    p.grad = first
+    opt.accumulate()
+    with pytest.raises(OptimizerError, match="folded"):  # no place for the sum
+        make(32)[1].load_state_dict(opt.state_dict())
+
+
 def test_a_checkpoint_of_full_precision_loads():
     plain = nn.Parameter(torch.randn(SIZE))
     plain.grad = torch.ones(SIZE)
@@ -226,12 +246,12 @@ def test_skipping_what_is_not_finite():
     assert all(torch.equal(a, b) for a, b in zip(p.parts, twin.parts))
 
 
-def trained(lowering, make, micro_batches, steps=3, layers=2, **settings):
+def trained(lowering, make, micro_batches, steps=3, layers=2, dtype=torch.float32, **settings):
     """Losses and parts after some steps of a small network."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 4)) if layers == 1 else nn.Sequential(
         nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 4))
-    memopt.quantize_parameters_(model, **settings)
+    memopt.quantize_parameters_(model.to(dtype), **settings)
     opt = make(model.parameters())
 
     def step(x, y):
@@ -249,7 +269,7 @@ def trained(lowering, make, micro_batches, steps=3, layers=2, **settings):
         torch._dynamo.reset()
         run = torch.compile(step, backend="memopt", options={"lowering": lowering})
     generator = torch.Generator().manual_seed(1)
-    losses = [float(run(torch.randn(12, 60, generator=generator),
+    losses = [float(run(torch.randn(12, 60, generator=generator).to(dtype),
                         torch.randint(4, (12,), generator=generator))) for _ in range(steps)]
     if lowering:
         (record,) = records.compilations(step.__code__)[before:]
@@ -278,6 +298,14 @@ def test_captured_step_is_the_eager_one(make, micro_batches):
     assert all(mostly_equal(a, b) if a.dtype == torch.uint8 else torch.allclose(a, b, rtol=1e-5)
                for a, b in zip(parts, ours) if a.numel() > 500)
     assert all(torch.equal(a, b) for a, b in zip(parts, ours) if a.dtype == torch.int64)
+
+
+def test_captured_parameters_of_bfloat16_are_decoded_to_float32():
+    """By the update, which is an operator: to bfloat16 it would round them at each step, and lose small updates."""
+    make, micro_batches = WAYS["SGDM"]
+    (_, parts, _), (_, ours, _) = (trained(lowering, make, micro_batches, steps=2, layers=1, dtype=torch.bfloat16)
+                                   for lowering in (None, "eager"))
+    assert all(map(mostly_equal, parts[:2], ours[:2]))
 
 
 @pytest.mark.inductor
