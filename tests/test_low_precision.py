@@ -289,16 +289,18 @@ def test_writes():
     assert "dequantize_parameters_" in refusal.value.do
 
 
-def test_nearest_rounding_loses_what_is_small_and_stochastic_does_not():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nearest_rounding_loses_what_is_small_and_stochastic_does_not(dtype):
+    """Also where the type itself could not tell the new value from the old."""
     moved = {}
     for rounding in ("stochastic", "nearest"):
-        p = memopt.quantize_parameters_(nn.Linear(64, 64), bits=8, rounding=rounding).weight
-        before, step = p.detach().dequantize(), float(p.scales[0]) / 127
+        p = memopt.quantize_parameters_(nn.Linear(64, 64).to(dtype), bits=8, rounding=rounding).weight
+        before, step = p.detach().float().dequantize(), float(p.scales[0]) / 127
         small = before.abs() < before.abs().max() / 2  # the scale stays what it is
         with torch.no_grad():
             for _ in range(50):
-                p.add_(torch.where(small, -0.01 * step, 0.0))
-        moved[rounding] = float((before - p.detach().dequantize())[small].mean() / step)
+                p.add_(torch.where(small, -0.01 * step, 0.0).to(dtype))
+        moved[rounding] = float((before - p.detach().float().dequantize())[small].mean() / step)
     assert moved["nearest"] == 0.0 and moved["stochastic"] == pytest.approx(0.5, abs=0.1)
 
 

@@ -53,6 +53,12 @@ class LowPrecisionTensor(Tensor):
         """[low, (high,) scales, draws]."""
         return [getattr(self, name) for name in _names(self.form)]
 
+    @property
+    def writes_in_float32(self) -> bool:
+        """Whether operators that write to it compute in float32 rather than in its type, which would leave nothing of
+        small changes to encode."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
     def like_this(self, parts: Sequence[Tensor], **changes: Any) -> LowPrecisionTensor:
         """A tensor of other parts."""
         return LowPrecisionTensor(parts, changes.get("form", self.form),
@@ -141,11 +147,17 @@ class LowPrecisionTensor(Tensor):
         """An operator of such tensors, decoded, and encoded again if it has written to them."""
         written = _written(func, args, kwargs)
         values: dict[int, Tensor] = {}  # a tensor that is given twice is decoded once
+        wide = len(written) == 1 and written[0].writes_in_float32 and _writes_once(func)
 
-        def decoded(t: LowPrecisionTensor) -> Tensor:
-            return values.setdefault(id(t), t.dequantize())
+        def operand(t: Tensor) -> Tensor:
+            dtype = torch.float32 if wide and t.dtype == written[0].dtype else t.dtype
+            if not isinstance(t, LowPrecisionTensor):
+                return t.to(dtype)
+            if id(t) not in values:
+                values[id(t)] = t.like_this(t.parts, dtype=dtype).dequantize()
+            return values[id(t)]
 
-        args, kwargs = compat_subclass.on_tensors(cls, decoded, (args, kwargs))
+        args, kwargs = compat_subclass.on_tensors(Tensor, operand, (args, kwargs))
         result = func(*args, **kwargs)
         for t in written:
             t.copy_(values[id(t)])
@@ -190,6 +202,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[LowPrecisionTensor]:
                 do="leave foreach=True and fused=True out, and give AveragedModel avg_fn in place of multi_avg_fn: "
                    "then they come one at a time")
     return found
+
+
+def _writes_once(func: Any) -> bool:
+    return sum(given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments) == 1
 
 
 def _names(form: Linear) -> tuple[str, ...]:

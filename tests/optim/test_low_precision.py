@@ -238,6 +238,29 @@ def test_torchs_optimizers_train(make):
     assert abs(float((p.dequantize() - plain).mean())) < scale
 
 
+@pytest.mark.parametrize("lowering", [None, "eager"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_optimizers_lose_no_small_updates_of_bfloat16(make, lowering):
+    """Which has no number between a weight and one of 12 bits beside it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = memopt.quantize_parameters_(nn.Linear(16, 64, bias=False).bfloat16())
+    p, before = layer.weight, layer.weight.detach().float().dequantize()
+    steps = 2047 / float(p.scales[0])
+    opt = make([p], lr=0.05 / steps, **({"weight_decay": 0.0} if make is torch.optim.AdamW else {}))
+
+    def step(x):
+        (layer(x).sum() / 64).backward()  # a gradient of ones
+        opt.step()
+        opt.zero_grad()
+
+    run = memopt.compile(step, lowering=lowering) if lowering else step
+    for _ in range(40):
+        run(torch.ones(64, 16, dtype=torch.bfloat16))
+    moved = float((before - p.detach().float().dequantize()).mean() * steps)
+    assert moved == pytest.approx(2.0, abs=0.2)
+
+
 def test_skipping_what_is_not_finite():
     p, twin = parameter(), parameter()
     opt = optim.SGD([p], lr=0.1, momentum=0.9, state_bits=8, skip_nonfinite=True)
