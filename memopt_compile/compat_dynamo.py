@@ -362,6 +362,7 @@ def tracing_scope(
         replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", compat_numbers.add_scaled),
+        replaced(TensorVariable, "method_addcdiv_", compat_numbers.add_quotient),
         replaced(OptimizerVariable, "var_getattr", optimizer_getattr),
         replaced(CheckpointHigherOrderVariable, "_call_function", compat_guards.call_checkpoint),
         replaced(UnspecializedNNModuleVariable, "call_function", compat_guards.call_module),

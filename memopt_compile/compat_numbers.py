@@ -122,7 +122,24 @@ def add_scaled(original: Callable, self: Any, tx: Any, other: Any, *, alpha: Any
         return None
     if not isinstance(alpha, TensorVariable):
         return original(self, tx, other, alpha=alpha)
+    if _adds_in_float32(self):
+        return self.call_method(tx, "addcmul_", [other, alpha], {})
     return self.call_method(tx, "copy_", [sum_scaled(tx, self, other, alpha)], {})
+
+
+def add_quotient(original: Callable, self: Any, tx: Any, a: Any, b: Any, *, value: Any = None) -> Any:
+    """``addcdiv_(a, b, value=number)``."""
+    if not _adds_in_float32(self):
+        return original(self, tx, a, b, value=value)
+    if value is None or value.is_python_constant():
+        return None
+    quotient = TorchInGraphFunctionVariable(torch.div).call_function(tx, [a, b], {})
+    return self.call_method(tx, "addcmul_", [quotient, _on_host(tx, value) if is_symbolic(value) else value], {})
+
+
+def _adds_in_float32(value: Any) -> bool:
+    """Of a `LowPrecisionTensor` of 16 bits: a sum of its type that is copied into it had lost what is small."""
+    return getattr(fake_value(value), "writes_in_float32", False)
 
 
 def sum_scaled(tx: Any, value: Any, other: Any, alpha: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from torch import Tensor, nn, strided
+from torch import Tensor, finfo, nn, strided
 from torch.nn.parameter import is_lazy
 
 from . import compat_trace, replaced
@@ -21,6 +21,7 @@ from .quantization.parameters import NAMES, LowPrecisionTensor, encoded
 ROUNDINGS = ("stochastic", "nearest")
 OURS = {*NAMES, "form", "_is_param"}  # attributes that a parameter may have by its class
 Skip = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+Slot = tuple[str, nn.Module, str, nn.Parameter]  # the whole name, the module, the name in it, what is there
 
 
 def quantize_parameters_(model: nn.Module, bits: int = 12, group_size: int = 2048,
@@ -44,6 +45,7 @@ def quantize_parameters_(model: nn.Module, bits: int = 12, group_size: int = 204
     form = _format(bits, group_size, rounding, seed)
     slots = _slots(model)
     skipped = _skipped(model, skip)
+    _check_memory(slots, skipped)
     made: dict[int, nn.Parameter] = {}
     for name, _, _, p in slots:
         if id(p) in skipped or id(p) in made:
@@ -78,7 +80,7 @@ def dequantize_parameters_(model: nn.Module) -> nn.Module:
 
 
 def _format(bits: int, group_size: int, rounding: str, seed: int) -> Linear:
-    if bits not in LINEAR:
+    if not isinstance(bits, Hashable) or bits not in LINEAR:
         raise _error(f"there is no format of {bits!r} bits", f"bits={bits!r}",
                      f"choose from {', '.join(map(str, LINEAR))}")
     whole = isinstance(group_size, int) and group_size > 0
@@ -99,9 +101,10 @@ def _capped(form: Linear, count: int) -> Linear:
     return form._replace(block=min(form.block, max(LINEAR[form.bits].block, math.ceil(count / TOGETHER) * TOGETHER)))
 
 
-def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(name, module, name in it, parameter) of all places that have a parameter; tied ones have
-    several."""
+def _slots(model: nn.Module) -> list[Slot]:
+    """All places that have a parameter; tied ones have several."""
+    if not isinstance(model, nn.Module):
+        raise _error(f"the model is of type {type(model).__name__}", "model", "give a torch.nn.Module, or a part of one")
     return [(f"{path}.{name}" if path else name, module, name, p)
             for path, module in model.named_modules()
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False)]
@@ -110,16 +113,31 @@ def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
 def _skipped(model: nn.Module, skip: Skip) -> set[int]:
     """A tied parameter is skipped by any of its names."""
     named = list(model.named_parameters(remove_duplicate=False))
-    if callable(skip):
+    if callable(skip) and not isinstance(skip, type | nn.Module):
         return {id(p) for name, p in named if skip(name, p)}
+    patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise _error(f"skip is {skip!r}", "skip", "give names of parameters, or a function of name and parameter")
     found: set[int] = set()
-    for pattern in [skip] if isinstance(skip, str) else skip:
+    for pattern in patterns:
         matching = {id(p) for name, p in named if fnmatch.fnmatchcase(name, pattern)}
         if not matching:
             raise _error(f"no parameter is named {pattern!r}", "skip",
                          "give names as model.named_parameters() does, with * for any part of one")
         found |= matching
     return found
+
+
+def _check_memory(slots: Sequence[Slot], skipped: set[int]) -> None:
+    """Refuse several parameters of one memory, which would be trained apart from each other."""
+    names: dict[int, dict[int, str]] = {}
+    for name, _, _, p in slots:
+        if not is_lazy(p) and type(p.data) is Tensor and p.layout is strided and p.device.type != "meta" and p.numel():
+            names.setdefault(p.data_ptr(), {})[id(p)] = name
+    for those in names.values():
+        if len(those) > 1 and not those.keys() <= skipped:
+            raise _error(f"parameters {', '.join(map(repr, those.values()))} are different ones of the same memory",
+                         "model", "tie them, by the same nn.Parameter in all places, or name them in skip")
 
 
 def _check(name: str, p: nn.Parameter) -> None:
@@ -138,6 +156,8 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("is complex", "make it torch.view_as_real of it")
     if not p.is_floating_point():
         raise refuse("holds no floating-point numbers", "make it a buffer")
+    if finfo(p.dtype).bits < 16:
+        raise refuse("has a type that PyTorch does not compute in", "convert it to torch.bfloat16")
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise refuse("has a gradient hook", "register hooks after the conversion")
     if not fake and not p.detach().isfinite().all():
@@ -153,23 +173,23 @@ def _in_place_of(p: nn.Parameter, value: Tensor) -> nn.Parameter:
     return new
 
 
-def _replace(slots: list[tuple[str, nn.Module, str, nn.Parameter]],
-             made: dict[int, nn.Parameter]) -> None:
+def _replace(slots: Sequence[Slot], made: dict[int, nn.Parameter]) -> None:
     """Put what was made into its places, or, where a module refuses, into none."""
-    done = []
-    for path, module, name, p in slots:
+    done: list[Slot] = []
+    for slot in slots:
+        path, module, name, p = slot
         if id(p) not in made:
             continue
-        done.append((module, name, p))
+        done.append(slot)
         try:
             setattr(module, name, made[id(p)])
         except Exception as error:
-            for touched, its_name, old in done:
+            for _, touched, its_name, old in done:
                 touched._parameters[its_name] = old
             raise _error(f"parameter {path!r} cannot be replaced: {error}", type(module).__name__, "convert the "
                          "model before others wrap or compile it, or name the parameter in skip") from error
-    for _, name, p in done:
-        replaced.note(p, name, replaced.CONVERSION)
+    for path, _, _, p in done:
+        replaced.note(p, path, replaced.CONVERSION)
 
 
 def _error(what: str, where: str, do: str) -> QuantizationError:

@@ -213,7 +213,7 @@ def _ways(step: StepGraph, gradients: set[fx.Node], kept: frozenset[fx.Node],
     ways = []
     for node, nodes in reached.items():
         also = [n for n in nodes if n in gradients]
-        if any(n.target in SUMS and not _of_codes(n, roots) for n in also):
+        if any(n.target in SUMS and len(n.all_input_nodes) > 1 and not _of_codes(n, roots) for n in also):
             ways.append(FULL)
         elif any(n.target is QUANTIZE or _adds(n) for n in also):
             ways.append(EIGHT)

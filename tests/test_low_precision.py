@@ -105,6 +105,16 @@ def test_copies_devices_and_types():
     assert all(part.device.type == "meta" for part in packed(twin.to("meta")))
 
 
+@torch.inference_mode()
+def test_in_inference_mode_another_type_has_the_same_codes():
+    """There PyTorch leaves it to the tensor to take `to` apart."""
+    model = memopt.quantize_parameters_(nn.Linear(30, 20).bfloat16())
+    wanted = packed(model)
+    values = model.weight.to(torch.float32).dequantize()
+    assert not torch.equal(values, values.bfloat16().float())
+    assert all(map(torch.equal, packed(model.float()), wanted)) and torch.equal(model.weight.dequantize(), values)
+
+
 def test_autocast_and_recurrent_and_attention_layers_run():
     for layer, x in ((nn.LSTM(8, 6, batch_first=True), torch.randn(2, 3, 8)),
                      (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(2, 3, 8)),
@@ -165,6 +175,10 @@ def spoilt(kind):
         model[5].bias = nn.Parameter(torch.zeros(5, dtype=torch.complex64))
     elif kind == "integers":
         model[5].bias = nn.Parameter(torch.zeros(5, dtype=torch.int64), requires_grad=False)
+    elif kind == "float8":
+        model[5].bias = nn.Parameter(torch.zeros(5).to(torch.float8_e4m3fn), requires_grad=False)
+    elif kind == "memory":
+        model[5].scale = nn.Parameter(model[5].bias.data)
     elif kind == "lazy":
         model[5] = nn.LazyLinear(5)
     elif kind == "meta":
@@ -179,7 +193,7 @@ def spoilt(kind):
 
 
 @pytest.mark.parametrize(("kind", "says"), [
-    ("NaN", "NaN or Inf"), ("complex", "complex"), ("integers", "floating-point"), ("lazy", "no values"),
+    ("NaN", "NaN or Inf"), ("float8", "does not compute"), ("memory", "'5.bias', '5.scale' are different ones"), ("complex", "complex"), ("integers", "floating-point"), ("lazy", "no values"),
     ("meta", "no values"), ("double", "beyond the range of float32"), ("hook", "hook"), ("quantized", "already")])
 def test_a_parameter_without_a_format_is_refused_by_name(kind, says):
     model = spoilt(kind)
@@ -193,12 +207,19 @@ def test_a_parameter_without_a_format_is_refused_by_name(kind, says):
 
 @pytest.mark.parametrize("settings", [{"bits": 11}, {"bits": 4}, {"bits": 12.5}, {"group_size": 0},
                                       {"group_size": 2046}, {"group_size": 2048.0}, {"rounding": "up"},
-                                      {"seed": -1}, {"skip": ["3.wieght"]}], ids=str)
+                                      {"seed": -1}, {"skip": ["3.wieght"]}, {"bits": [8]}, {"skip": None},
+                                      {"skip": nn.Linear}, {"skip": [nn.Linear(2, 2)]}], ids=str)
 def test_settings_that_do_not_exist_are_refused(settings):
     model = network()
     with pytest.raises(QuantizationError, match=str(*settings)):
         memopt.quantize_parameters_(model, **settings)
     assert not any(isinstance(p, LowPrecisionTensor) for p in model.parameters())
+
+
+def test_what_is_no_model_is_refused():
+    for convert in (memopt.quantize_parameters_, memopt.dequantize_parameters_):
+        with pytest.raises(QuantizationError, match="of type Parameter"):
+            convert(nn.Linear(4, 4).weight)
 
 
 class Closed(nn.Linear):
@@ -263,18 +284,23 @@ def test_writes():
             p[0] = 1.0
         with pytest.raises(QuantizationError, match="foreach"):
             torch._foreach_add_([p], 1.0)
+    with pytest.raises(QuantizationError, match="no memory of its values") as refusal:
+        p.storage()  # as safetensors asks
+    assert "dequantize_parameters_" in refusal.value.do
 
 
-def test_nearest_rounding_loses_what_is_small_and_stochastic_does_not():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nearest_rounding_loses_what_is_small_and_stochastic_does_not(dtype):
+    """Also where the type itself could not tell the new value from the old."""
     moved = {}
     for rounding in ("stochastic", "nearest"):
-        p = memopt.quantize_parameters_(nn.Linear(64, 64), bits=8, rounding=rounding).weight
-        before, step = p.detach().dequantize(), float(p.scales[0]) / 127
+        p = memopt.quantize_parameters_(nn.Linear(64, 64).to(dtype), bits=8, rounding=rounding).weight
+        before, step = p.detach().float().dequantize(), float(p.scales[0]) / 127
         small = before.abs() < before.abs().max() / 2  # the scale stays what it is
         with torch.no_grad():
             for _ in range(50):
-                p.add_(torch.where(small, -0.01 * step, 0.0))
-        moved[rounding] = float((before - p.detach().dequantize())[small].mean() / step)
+                p.add_(torch.where(small, -0.01 * step, 0.0).to(dtype))
+        moved[rounding] = float((before - p.detach().float().dequantize())[small].mean() / step)
     assert moved["nearest"] == 0.0 and moved["stochastic"] == pytest.approx(0.5, abs=0.1)
 
 
@@ -289,7 +315,7 @@ def test_decoding_holds_no_more_than_a_slab():
 def test_an_optimizer_of_the_old_parameters_is_refused(compiled):
     """It would train what no model has any more."""
     torch._dynamo.reset()
-    model = nn.Linear(8, 4)
+    model = nn.Sequential(nn.Linear(8, 4))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     memopt.quantize_parameters_(model)
 
@@ -298,7 +324,7 @@ def test_an_optimizer_of_the_old_parameters_is_refused(compiled):
         opt.step()
         opt.zero_grad()
 
-    with pytest.raises(QuantizationError, match="would train nothing") as refusal:
+    with pytest.raises(QuantizationError, match=r"\(0.weight, 0.bias .*would train nothing") as refusal:
         (memopt.compile(step, lowering="eager") if compiled else step)(torch.randn(4, 8))
     assert "after memopt.quantize_parameters_" in refusal.value.do
 

@@ -54,6 +54,7 @@ def planned(make, bits=None, micro_batches=2, accumulate=False, zero=True, clip=
 
 @pytest.mark.parametrize(("way", "words", "settings"), [
     (FREED, "freed one by one", {"make": adamw, "micro_batches": 1}),
+    (FREED, "freed one by one", {"make": torch.optim.Adamax, "micro_batches": 1}),  # adds a number to the gradient
     (FREED, "kept until", {"make": adamw, "micro_batches": 1, "clip": True}),
     (FREED, "kept until", {"make": adamw, "micro_batches": 1, "clip": True, "layers": convolution}),
     (FULL, FULL, {"make": adamw}),
@@ -62,7 +63,7 @@ def planned(make, bits=None, micro_batches=2, accumulate=False, zero=True, clip=
                     "accumulate": True}),
     (FOLDED, FOLDED, {"make": lambda p: optim.AdamA(p, state_bits=8), "bits": 8, "accumulate": True}),
     (FOLDED, FOLDED, {"make": adamw, "options": {"accumulate": "optimizer_states"}}),
-], ids=["freed", "kept", "convolution", "full precision", "left", "8 bits", "AdamA", "by the option"])
+], ids=["freed", "Adamax", "kept", "convolution", "full precision", "left", "8 bits", "AdamA", "by the option"])
 def test_way_of_gradients_and_what_is_held_of_them(way, words, settings):
     report = planned(**settings)
     memory = report.memory

@@ -44,8 +44,15 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if missing := optimizer.required - group.keys():
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
         optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group, mine in zip(groups, optimizer.param_groups):
+        for name in ("state_bits", "weight_bits", "gradient_bits"):  # how things are kept here, no hyperparameters
+            group[name] = mine[name]
+    state_dict = {**state_dict, "param_groups": groups}
     for _, _, saved, new in saved_parameters(optimizer, state_dict):
         ours = {"step", CORRECTION, DRAWS, GRADIENT}
+        if GRADIENT in new:  # a mini-batch has begun, and its sum has a place here
+            ours.add("folded")
         strange = saved.keys() - optimizer.state_names - ours
         # torch's SGD counts no steps: where it has a buffer it has taken one.
         missing = new.keys() - saved.keys() - ours
@@ -58,11 +65,7 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             if shape != value.shape:
                 raise optimizer.error(f"the checkpoint's {name} has shape {tuple(shape)}, the "
                                       f"parameter's {tuple(value.shape)}", remedy)
-    groups = [dict(group) for group in state_dict["param_groups"]]
-    for group, mine in zip(groups, optimizer.param_groups):
-        for name in ("state_bits", "weight_bits", "gradient_bits"):  # how things are kept here, no hyperparameters
-            group[name] = mine[name]
-    return {**state_dict, "param_groups": groups}
+    return state_dict
 
 
 def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

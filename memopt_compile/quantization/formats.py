@@ -12,7 +12,8 @@ that is spent on it. The maps for non-negative values have no zero: a second mom
 
 Parameters and their gradients are kept in linear formats: see `linear`. A format with a seed rounds
 stochastically (`rounding.moves`): each element to one of the two points around it, and in the mean
-to itself; one without rounds to the nearest.
+to itself, but for one beyond the first point, which is all there is on its side: that of least magnitude
+of a map without 0, or of the largest one below 0. One without a seed rounds to the nearest.
 
 Of one bit, a sign, or none are blocks that are kept as factors: see `factored`.
 """

@@ -6,8 +6,8 @@ scale of each block computed anew. So forward, backward and updates are what the
 `torch.compile`, which sees the tensors inside, captures decoding and encoding as operators.
 
 `draws` counts the writes. It decides how the next one is rounded, goes into checkpoints with the
-codes, and begins differently for each parameter: a run gives the same numbers again, eager,
-captured or restarted, and no two parameters draw the same.
+codes, and begins with a hash of the parameter's name: a run gives the same numbers again, eager,
+captured or restarted, and two parameters draw different ones (but for one pair in 65,536, by chance).
 
 A view of such a tensor is a copy of what it views: what is written into the view is lost. The
 forms of that which are certain to be meant (``p[0] = 1``) are refused.
@@ -52,6 +52,12 @@ class LowPrecisionTensor(Tensor):
     def parts(self) -> list[Tensor]:
         """[low, (high,) scales, draws]."""
         return [getattr(self, name) for name in _names(self.form)]
+
+    @property
+    def writes_in_float32(self) -> bool:
+        """Whether operators that write to it compute in float32 rather than in its type, which would leave nothing of
+        small changes to encode."""
+        return self.dtype in (torch.bfloat16, torch.float16)
 
     def like_this(self, parts: Sequence[Tensor], **changes: Any) -> LowPrecisionTensor:
         """A tensor of other parts."""
@@ -101,6 +107,13 @@ class LowPrecisionTensor(Tensor):
     def is_shared(self) -> bool:
         return all(part.is_shared() for part in self.parts)
 
+    def storage(self) -> NoReturn:
+        """Asked for by safetensors, which would report an invalid one."""
+        raise QuantizationError(
+            "a low-precision parameter has no memory of its values", where=f"a parameter of shape {tuple(self.shape)} "
+            f"in {self.form.bits} bits", do="save memopt.dequantize_parameters_(copy.deepcopy(model)); "
+            "model.load_state_dict takes such weights")
+
     def apply_(self, function: Callable) -> Tensor:
         """As `Tensor.apply_`, which would write to memory that is not there."""
         return self.copy_(self.dequantize().apply_(function))
@@ -134,11 +147,17 @@ class LowPrecisionTensor(Tensor):
         """An operator of such tensors, decoded, and encoded again if it has written to them."""
         written = _written(func, args, kwargs)
         values: dict[int, Tensor] = {}  # a tensor that is given twice is decoded once
+        wide = len(written) == 1 and written[0].writes_in_float32 and _writes_once(func)
 
-        def decoded(t: LowPrecisionTensor) -> Tensor:
-            return values.setdefault(id(t), t.dequantize())
+        def operand(t: Tensor) -> Tensor:
+            dtype = torch.float32 if wide and t.dtype == written[0].dtype else t.dtype
+            if not isinstance(t, LowPrecisionTensor):
+                return t.to(dtype)
+            if id(t) not in values:
+                values[id(t)] = t.like_this(t.parts, dtype=dtype).dequantize()
+            return values[id(t)]
 
-        args, kwargs = compat_subclass.on_tensors(cls, decoded, (args, kwargs))
+        args, kwargs = compat_subclass.on_tensors(Tensor, operand, (args, kwargs))
         result = func(*args, **kwargs)
         for t in written:
             t.copy_(values[id(t)])
@@ -180,8 +199,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[LowPrecisionTensor]:
         elif isinstance(value, (list, tuple)) and any(isinstance(v, LowPrecisionTensor) for v in value):
             raise QuantizationError(
                 "low-precision parameters cannot be updated all at once", where=str(func),
-                do="leave foreach=True and fused=True out: the optimizer then takes one at a time")
+                do="leave foreach=True and fused=True out, and give AveragedModel avg_fn in place of multi_avg_fn: "
+                   "then they come one at a time")
     return found
+
+
+def _writes_once(func: Any) -> bool:
+    return sum(given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments) == 1
 
 
 def _names(form: Linear) -> tuple[str, ...]:
@@ -215,6 +239,12 @@ def _to(func: Any, self: LowPrecisionTensor, dtype: Any = None, device: Any = No
         return func(self.dequantize(), dtype=dtype, device=device, **kwargs)
     parts = [func(part, device=device, non_blocking=non_blocking) for part in self.parts]
     return self.like_this(parts, dtype=dtype or self.dtype)
+
+
+def _decomposed(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """By the operators that it is made of. In inference mode and within an operator PyTorch leaves that to us; decoded
+    first, ``p.to(torch.float32)`` of a parameter in bfloat16 would be what bfloat16 has of the value."""
+    return func.decompose(*args, **kwargs)
 
 
 def _copy(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -260,6 +290,7 @@ _SPECIAL: dict[Any, Callable] = {
     aten.view: _view,
     aten.clone: _each_part,
     aten._to_copy: _to,
+    aten.to: _decomposed,
     aten.copy_: _copy,
     aten.where: _where,
     **dict.fromkeys((aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like,

@@ -112,7 +112,8 @@ def moves(values: Tensor, near: Tensor, other: Tensor, drawn: Tensor) -> Tensor:
     """Where a value goes to `other`, the point on its far side, and not to the one that is `near`.
 
     It does with a probability of its share of the way there, to 2⁻¹⁶: the mean is the value. A value
-    that is a point stays. `drawn` is a number of 16 bits for each.
+    that is a point stays, as does one with no point on its far side. `drawn` is a number of 16 bits for each. Of a way
+    below about 10⁻⁴⁰ float32 has no 2⁻¹⁶th: all go.
     """
     way = (other - near).abs()
     return (drawn + 0.5) * (2.0**-16 * way) < (values - near).abs()

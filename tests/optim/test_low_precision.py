@@ -177,6 +177,26 @@ def test_restart_goes_on_bit_by_bit(make):
     assert all(torch.equal(a, b) for a, b in zip(p.parts, q.parts))
 
 
+def test_restart_within_a_mini_batch():
+    """The sum of the micro-batches so far is in the checkpoint."""
+    def make(bits=8):
+        return (p := parameter()), optim.SGD([p], lr=0.05, momentum=0.9, state_bits=8, gradient_bits=bits)
+
+    (p, opt), (q, other) = make(), make()
+    first, second = gradients(2)
+    p.grad = first
+    opt.accumulate()
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for each, its in ((p, opt), (q, other)):
+        each.grad = second.clone()
+        its.step()
+    assert all(torch.equal(a, b) for a, b in zip(p.parts, q.parts))
+    p.grad = first
+    opt.accumulate()
+    with pytest.raises(OptimizerError, match="folded"):  # no place for the sum
+        make(32)[1].load_state_dict(opt.state_dict())
+
+
 def test_a_checkpoint_of_full_precision_loads():
     plain = nn.Parameter(torch.randn(SIZE))
     plain.grad = torch.ones(SIZE)
@@ -218,6 +238,29 @@ def test_torchs_optimizers_train(make):
     assert abs(float((p.dequantize() - plain).mean())) < scale
 
 
+@pytest.mark.parametrize("lowering", [None, "eager"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_optimizers_lose_no_small_updates_of_bfloat16(make, lowering):
+    """Which has no number between a weight and one of 12 bits beside it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = memopt.quantize_parameters_(nn.Linear(16, 64, bias=False).bfloat16())
+    p, before = layer.weight, layer.weight.detach().float().dequantize()
+    steps = 2047 / float(p.scales[0])
+    opt = make([p], lr=0.05 / steps, **({"weight_decay": 0.0} if make is torch.optim.AdamW else {}))
+
+    def step(x):
+        (layer(x).sum() / 64).backward()  # a gradient of ones
+        opt.step()
+        opt.zero_grad()
+
+    run = memopt.compile(step, lowering=lowering) if lowering else step
+    for _ in range(40):
+        run(torch.ones(64, 16, dtype=torch.bfloat16))
+    moved = float((before - p.detach().float().dequantize()).mean() * steps)
+    assert moved == pytest.approx(2.0, abs=0.2)
+
+
 def test_skipping_what_is_not_finite():
     p, twin = parameter(), parameter()
     opt = optim.SGD([p], lr=0.1, momentum=0.9, state_bits=8, skip_nonfinite=True)
@@ -226,12 +269,12 @@ def test_skipping_what_is_not_finite():
     assert all(torch.equal(a, b) for a, b in zip(p.parts, twin.parts))
 
 
-def trained(lowering, make, micro_batches, steps=3, layers=2, **settings):
+def trained(lowering, make, micro_batches, steps=3, layers=2, dtype=torch.float32, **settings):
     """Losses and parts after some steps of a small network."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 4)) if layers == 1 else nn.Sequential(
         nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 4))
-    memopt.quantize_parameters_(model, **settings)
+    memopt.quantize_parameters_(model.to(dtype), **settings)
     opt = make(model.parameters())
 
     def step(x, y):
@@ -249,7 +292,7 @@ def trained(lowering, make, micro_batches, steps=3, layers=2, **settings):
         torch._dynamo.reset()
         run = torch.compile(step, backend="memopt", options={"lowering": lowering})
     generator = torch.Generator().manual_seed(1)
-    losses = [float(run(torch.randn(12, 60, generator=generator),
+    losses = [float(run(torch.randn(12, 60, generator=generator).to(dtype),
                         torch.randint(4, (12,), generator=generator))) for _ in range(steps)]
     if lowering:
         (record,) = records.compilations(step.__code__)[before:]
@@ -278,6 +321,14 @@ def test_captured_step_is_the_eager_one(make, micro_batches):
     assert all(mostly_equal(a, b) if a.dtype == torch.uint8 else torch.allclose(a, b, rtol=1e-5)
                for a, b in zip(parts, ours) if a.numel() > 500)
     assert all(torch.equal(a, b) for a, b in zip(parts, ours) if a.dtype == torch.int64)
+
+
+def test_captured_parameters_of_bfloat16_are_decoded_to_float32():
+    """By the update, which is an operator: to bfloat16 it would round them at each step, and lose small updates."""
+    make, micro_batches = WAYS["SGDM"]
+    (_, parts, _), (_, ours, _) = (trained(lowering, make, micro_batches, steps=2, layers=1, dtype=torch.bfloat16)
+                                   for lowering in (None, "eager"))
+    assert all(map(mostly_equal, parts[:2], ours[:2]))
 
 
 @pytest.mark.inductor
