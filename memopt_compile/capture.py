@@ -371,7 +371,8 @@ def scope(step: Any, code: Any, options: Any = None,
         ):
             yield _notes
     except compat_breaks.LEFT as error:
-        if _notes.backwards:
+        behind = _notes.resumed and step in telling.stepped
+        if _notes.backwards or compat_breaks.is_of_the_tracer(error) and not behind:
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)

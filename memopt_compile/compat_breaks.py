@@ -7,7 +7,7 @@ import sysconfig
 from typing import Any, NoReturn
 
 from torch._dynamo import config
-from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
+from torch._dynamo.exc import InternalTorchDynamoError, SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import TracingContext
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -15,7 +15,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 WITHOUT_SIZES = ("compute with all rows: torch.where, a product with the mask, ignore_index= of a loss; or decide "
                  "outside of the step")
 PYTHON = sysconfig.get_path("stdlib")
-LEFT = (Unsupported, SkipFrame)  # how Dynamo ends a frame that it leaves to Python
+LEFT = (Unsupported, SkipFrame, InternalTorchDynamoError)  # how Dynamo ends a frame that it leaves to Python
 
 
 def run_in_eager(why: object) -> NoReturn:
@@ -63,6 +63,11 @@ def refuses_views(error: Exception) -> bool:
     return isinstance(error, AssertionError) and "aot_autograd() does not yet handle" in str(error)
 
 
+def is_of_the_tracer(error: Exception) -> bool:
+    """Whether the frame is left to Python because Dynamo itself failed."""
+    return isinstance(error, InternalTorchDynamoError)
+
+
 def is_recompile_limit(error: Exception) -> bool:
     """Whether Dynamo leaves a frame to Python because it has been compiled often enough."""
     return "recompile limit exceeded" in str(error)
@@ -98,6 +103,8 @@ def break_place(error: Any) -> tuple[str, int, str] | None:
 
 def break_reason(error: Any) -> tuple[str, str]:
     """(reason, remedy) from what Dynamo says when it ends a graph."""
+    if is_of_the_tracer(error):
+        return f"torch's tracer failed ({str(error).splitlines()[0]})", "take that line out of the step"
     if str(error).startswith("Unsupported Tensor.item()"):
         return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
                 "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
-from torch._dynamo.exc import UserError
+from torch._dynamo.exc import InternalTorchDynamoError, UserError
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -24,7 +25,7 @@ from torch._dynamo.symbolic_convert import (
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import builtin
+from torch._dynamo.variables import builtin, user_defined
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -40,7 +41,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
+from . import compat_breaks, compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -53,6 +54,7 @@ IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itru
                       operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
                       operator.ixor, operator.ilshift, operator.irshift})
 
+SET_ATTRIBUTE = (object.__setattr__, BaseException.__setattr__, types.SimpleNamespace.__setattr__)  # the last Dynamo refuses
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 
@@ -87,13 +89,16 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         # Where a function called by the frame asks for a number or a size that only the data tell (``names[i.item()]``),
         # Dynamo finds no way out. First numbers behind the step are not followed, then none, and no such size.
         for behind, other in ((True, True), (False, True), (False, False)):
-            with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
-                notes.reads_behind_later, notes.reads_later = behind, other
-                try:
-                    return original(self, frame, *args, **kwargs)
-                except (UserError, GuardOnDataDependentSymNode) as error:
-                    if not other or "data-dependent expression" not in str(error):
-                        raise
+            try:
+                with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
+                    notes.reads_behind_later, notes.reads_later = behind, other
+                    try:
+                        return original(self, frame, *args, **kwargs)
+                    except (UserError, GuardOnDataDependentSymNode) as error:
+                        if not other or "data-dependent expression" not in str(error):
+                            raise
+            except InternalTorchDynamoError:  # of the tracer; an error of the step's own Python raises too
+                return ConvertFrameReturn()
             scope = wrap(*backend_of(self), self, frame)
         raise AssertionError("the last one returns or raises")
 
@@ -296,6 +301,7 @@ def tracing_scope(
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        args = compat_lists.without_deques(self.value, args)
         result = compat_numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs)
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
@@ -336,6 +342,7 @@ def tracing_scope(
         # What is used up the backend detaches.
         original(self, [v for v in outputs if not (isinstance(v, TensorVariable) and used_up(self, fake_value(v)))], tx)
 
+    types_known = compat_lists.table_of_types()
     check = "_check_requires_grad_intermediate_outputs"  # 2.13's
     collect = torch_variables._collect_tensors_with_sources
     patches = (
@@ -350,6 +357,7 @@ def tracing_scope(
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
+        mock.patch.object(user_defined, "is_standard_setattr", lambda method: method in SET_ATTRIBUTE),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
@@ -372,6 +380,7 @@ def tracing_scope(
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
+        mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*each) for each in (*compat_texts.REPLACED, *compat_lists.REPLACED, *compat_items.REPLACED,
                                              *compat_guards.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),

@@ -19,6 +19,7 @@ from torch._dynamo.source import is_constant_source
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.iter import CountIteratorVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch._guards import ChainedSource, Source, dataclass_with_cached_hash
 
@@ -31,6 +32,14 @@ def item_of(sequence: Any, index: int) -> Any:
 
 def number_of(array: Any, index: int) -> float:
     return float(array[index])
+
+
+def next_of(count: Any) -> Any:
+    return count.__reduce__()[1][0]
+
+
+def step_of(count: Any) -> Any:
+    return (count.__reduce__()[1] + (1,))[1]
 
 
 @dataclass_with_cached_hash(frozen=True)
@@ -53,7 +62,8 @@ class ReadSource(ChainedSource):
     def _name_template(self) -> str:
         index = source_name(self.index) if isinstance(self.index, Source) else repr(self.index)
         index = index.replace("{", "{{").replace("}", "}}")
-        return {len: "len({0})", item_of: f"{{0}}[{index}]", number_of: f"float({{0}}[{index}])"}[self.read]
+        return {len: "len({0})", item_of: f"{{0}}[{index}]", number_of: f"float({{0}}[{index}])",
+                next_of: "{0}.__reduce__()[1][0]", step_of: "({0}.__reduce__()[1] + (1,))[1]"}[self.read]
 
 
 def _manager(original: Callable, builder: Any, source: Any) -> Any:
@@ -122,6 +132,13 @@ def item_of_array(tx: Any, array: Any, index: Any) -> Any:
     if not -len(real) <= known < len(real):
         return None
     return _read(tx, array.source, number_of, real[known].item(), index.value if constant else index.source)
+
+
+def wrap_count(builder: Any, count: Any) -> Any:
+    """An `itertools.count` of the user's, at a number that changes. Dynamo guards which it is."""
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    item, step = (_read(builder.tx, builder.source, read, read(count)) for read in (next_of, step_of))
+    return builder.tx.output.side_effects.track_mutable(count, CountIteratorVariable(item, step, source=builder.source))
 
 
 def _is_found(index: Any) -> bool:
