@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import traceback
 from typing import Any, NoReturn
 
 from torch._dynamo import config
-from torch._dynamo.exc import InternalTorchDynamoError, SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+    unimplemented,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import TracingContext
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -96,6 +103,9 @@ def is_named(output: Any, name: str) -> bool:
 def break_place(error: Any) -> tuple[str, int, str] | None:
     """(file, line number, code) of the innermost line outside torch, and Python's own modules, that ended a graph."""
     stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
+    if is_of_the_tracer(error):  # whose message alone has it
+        stack = [traceback.FrameSummary(file, int(line), "", line=code) for file, line, code in re.findall(
+            r'File "(.+?)", line (\d+), in .*\n +(.*)', str(error))]
     frames = [f for f in stack if f.filename and not any(part in f.filename for part in ("/torch/", "/memopt_compile/"))
               and (not f.filename.startswith(PYTHON) or "site-packages" in f.filename)]
     return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None

@@ -41,7 +41,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_breaks, compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
+from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
