@@ -74,6 +74,8 @@ class Notes:
     trace: Any = None
     where: str = ""
     resumed: bool = False
+    stepped: bool = False  # a frame of the same function was captured as a whole step before
+    begun: bool = False  # its graph is a part of a step, to be differentiated outside
     reason: str | None = None
     backwards: int = 0
     updates: int = 0
@@ -345,7 +347,7 @@ def scope(step: Any, code: Any, options: Any = None,
     global _notes
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
-        resumed=code.co_name.startswith("torch_dynamo_resume_in_"),
+        resumed=code.co_name.startswith("torch_dynamo_resume_in_"), stepped=step in telling.stepped,
         folds=(options or {}).get("accumulate") == "optimizer_states",
         eager=(options or {}).get("lowering") == "eager")
     if not _FORMS:
@@ -368,11 +370,11 @@ def scope(step: Any, code: Any, options: Any = None,
             add_product=function_capture.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
             reads=lambda tx, tensor: read_later.waits(tx, tensor, _notes_of(tx)),
+            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)),
         ):
             yield _notes
     except compat_breaks.LEFT as error:
-        behind = _notes.resumed and step in telling.stepped
-        if _notes.backwards or compat_breaks.is_of_the_tracer(error) and not behind:
+        if _notes.backwards or compat_breaks.is_of_the_tracer(error) and not (_notes.resumed and _notes.stepped):
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
@@ -383,6 +385,7 @@ def scope(step: Any, code: Any, options: Any = None,
         raise
     finally:
         gc.set_threshold(*collected)
+        telling.note_place(_notes)
         _notes = outer
 
 
@@ -393,6 +396,7 @@ def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) 
             return contextlib.nullcontext()
         # An update outside its step is left to eager: there is nothing to save in it, and it
         # would be traced again in each step, for each has gradients of its own.
-        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code, options, left)
+        leave = optimizer_capture.is_update(frame) or telling.is_behind(step, frame.f_code)
+        return None if leave else scope(step, frame.f_code, options, left)
 
     return compat_dynamo.frame_hook(wrap)

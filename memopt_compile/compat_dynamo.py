@@ -227,12 +227,14 @@ def tracing_scope(
     log_graph_break: Callable,
     next_item: Callable,
     reads: Callable[[Any, Any], bool],
+    behind: Callable[[Any], None],
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
     original method first; but `forms` are functions that are traced in place of torch's own, and `reads`
-    says whether ``tensor.item()`` becomes a number that the trace does not know.
+    says whether ``tensor.item()`` becomes a number that the trace does not know; `behind` leaves what is behind the
+    step to Python.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -356,6 +358,7 @@ def tracing_scope(
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),
+        mock.patch.object(compat_lists, "behind_the_step", behind),
         mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
         mock.patch.object(user_defined, "is_standard_setattr", lambda method: method in SET_ATTRIBUTE),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.

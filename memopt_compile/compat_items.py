@@ -102,6 +102,12 @@ def length(tx: Any, unread: Any) -> Any:
     return VariableTracker.build(tx, operator.add).call_function(tx, [known, ConstantVariable.create(len(unread.added))], {})
 
 
+def grows(tx: Any, unread: Any) -> bool:
+    """Whether an unread list gets longer from call to call."""
+    builder = VariableBuilder(tx, ReadSource(unread.source, len))
+    return changes(builder, float(len(unread.real))) or len(unread.added) > 0
+
+
 def item(tx: Any, unread: Any, index: Any) -> Any:
     """A float at the end of an unread list, or at a place that changes; None for what the list is needed for."""
     index = index.realize()

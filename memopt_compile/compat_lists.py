@@ -36,6 +36,11 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from . import compat_items
 
 
+def behind_the_step(tx: Any) -> None:
+    """Leave what follows to Python if the step is over: with all of a list that grows it would be traced again at each
+    call. In force while a frame is traced is `read_later.end_behind`."""
+
+
 class _Unread:
     """Stands before Dynamo's class of a list or dict, until somebody asks for `items`."""
 
@@ -45,6 +50,9 @@ class _Unread:
 
     def _whole(self) -> tuple[Any, list]:
         """Dynamo's own class from here on; what `look` finds, and what was added."""
+        tx = InstructionTranslator.current_tx()
+        if compat_items.grows(tx, self):
+            behind_the_step(tx)
         found, added = self.look(), self.added
         del self.look, self.added, self.real
         self.__class__ = WHOLE[type(self)]

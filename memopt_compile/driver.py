@@ -88,7 +88,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     reading = _read_later(gm, kind, notes)
     if kind == "model" and data_sizes.are_avoidable():
         data_sizes.trace_without(notes.where, "only a whole step is planned")
-    if kind == "step" or _differentiable(gm):
+    notes.begun = notes.begun or kind == "model" and _differentiable(gm)
+    if kind == "step" or notes.begun:
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)

@@ -28,8 +28,7 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
     """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end too, if
     what is done with the number cannot be traced."""
     value = compat.fake_value(tensor)
-    ended = notes.backwards and notes.updates and not any(
-        compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
+    ended = _is_over(tx, notes)
     leaks = getattr(value, "grad_fn", None) is not None and not compat_dynamo.used_up(tx.output, value)
     if not notes.reads_later or value.dtype is torch.bool or value.is_complex():
         return False
@@ -39,6 +38,24 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
         notes.reads_behind += 1
     notes.reads += 1
     return True
+
+
+def _is_over(tx: Any, notes: Any) -> bool:
+    """Whether no more of the step is to come."""
+    return notes.backwards and notes.updates and not any(
+        compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
+
+
+def end_behind(tx: Any, notes: Any) -> None:
+    """End the graph where the step is over, or leave a frame to Python that is all behind one. The next call would need
+    another graph of what is computed there."""
+    if compat_breaks.demands_one_graph(tx.output):
+        return
+    if _is_over(tx, notes):
+        compat_breaks.break_graph("all of a list that grows is read", "", "")
+    if notes.stepped and not (notes.backwards or notes.updates or compat_breaks.is_differentiated(tx.output)
+                        or compat_breaks.is_named(tx.output, "backward")):
+        compat_breaks.run_in_eager("all of a list that grows is read")
 
 
 def made_of_given(gm: fx.GraphModule) -> list[int]:

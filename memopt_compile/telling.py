@@ -6,6 +6,7 @@ the graph ends before the forward nothing may be lost: that is put off until wha
 
 from __future__ import annotations
 
+import dis
 import logging
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ from . import compat_breaks
 log = logging.getLogger("memopt_compile")
 
 stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
+_behind: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, its frames, and which are behind the step
 _told: weakref.WeakSet = weakref.WeakSet()
 _unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -23,6 +25,27 @@ def forget() -> None:
     """Tell again of graphs that end early, as after `torch.compiler.reset()`."""
     _told.clear()
     _unsaid.clear()
+
+
+def note_place(notes: Any) -> None:
+    """Note of a frame that was traced for the first time whether all of it is behind the whole step: what Python does
+    with metrics, which may want a graph for each of its numbers."""
+    frames = _behind.setdefault(notes.step, weakref.WeakKeyDictionary())
+    frames.setdefault(notes.frame, notes.stepped and not (
+        notes.backwards or notes.updates or notes.begun or {"backward", "step"} & _names_in(notes.frame)))
+
+
+def _names_in(code: Any) -> set:
+    """The names in a frame's code. What torch runs behind a break is all of the function, and begins with a jump."""
+    found = list(dis.get_instructions(code))
+    resumed = code.co_name.startswith("torch_dynamo_resume_in_")
+    start = next((each.argval for each in found if each.opcode in dis.hasjrel), 0) if resumed else 0
+    return {each.argval for each in found if each.offset >= start and each.opcode in dis.hasname}
+
+
+def is_behind(step: Any, code: Any) -> bool:
+    """Whether Python may run this frame, for there is nothing of the step in it."""
+    return _behind.get(step, {}).get(code, False)
 
 
 def tell(notes: Any, where: str, cause: str, remedy: str) -> None:
