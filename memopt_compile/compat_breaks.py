@@ -60,9 +60,15 @@ def demands_one_graph(output: Any) -> bool:
     return output.root_tx.one_graph or output.root_tx.error_on_graph_break
 
 
-def break_graph(what: str, why: str, remedy: str) -> None:
+def break_graph(what: str, why: str, remedy: str) -> NoReturn:
     """End the traced graph here: the rest of the frame runs by the ordinary path."""
     unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
+
+
+def break_at_random_number(*_: Any) -> NoReturn:
+    """End the graph where Python's `random` draws: Dynamo's number of it is no number where the step decides by it."""
+    break_graph("Python's random draws a number", "what the step does next may depend on it",
+                "draw it ahead of the forward, or by torch")
 
 
 def refuses_views(error: Exception) -> bool:

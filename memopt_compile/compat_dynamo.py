@@ -25,7 +25,7 @@ from torch._dynamo.symbolic_convert import (
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import builtin, user_defined
+from torch._dynamo.variables import builtin, misc, user_defined
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -41,7 +41,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
+from . import compat_breaks, compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -360,6 +360,7 @@ def tracing_scope(
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(compat_lists, "behind_the_step", behind),
         mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
+        *(mock.patch.object(module, "call_random_fn", compat_breaks.break_at_random_number) for module in (user_defined, misc)),
         mock.patch.object(user_defined, "is_standard_setattr", lambda method: method in SET_ATTRIBUTE),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",

@@ -116,10 +116,11 @@ def _without_attribute(original: Callable, self: Any, tx: Any, name: str) -> Any
 
 
 def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
-    """``hasattr(function, name)``, guarded."""
+    """``hasattr(function, name)``, guarded. At its source a method is bound."""
     if self.source is not None:
         has = hasattr(self.fn, name)
-        guard_value(self.source, lambda function: hasattr(function, name) is has, f"an attribute {name}, or none")
+        guard_value(self.source, lambda function: hasattr(getattr(function, "__func__", function), name) is has,
+                    f"an attribute {name}, or none")
     return original(self, tx, name)
 
 

@@ -109,6 +109,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     if kind == "model":
+        compat.settle_unused_floats(gm)
         piece = second_derivative.copied(gm)
         origin = build.dynamo_inputs(gm)
         with zero.naming_mixtures(notes.where):

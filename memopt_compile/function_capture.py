@@ -6,6 +6,7 @@ left to Dynamo, and so to the ordinary path.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,8 @@ def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict
         return compat.UserFunctionVariable(checkpoint_sequential).call_function(tx, args, kwargs)
     if self.value is torch.autograd.backward:
         return compat.UserFunctionVariable(backward).call_function(tx, args, kwargs)
+    if isinstance(getattr(self.value, "__self__", None), random.Random):
+        compat_breaks.break_at_random_number()
     known = _constants(args, kwargs) if self.value is warnings.warn else None
     if known and _warn(tx, *known[0], **known[1]):
         return compat.VariableTracker.build(tx, None)

@@ -106,7 +106,7 @@ def take_out(gm: fx.GraphModule, reads: bool = True) -> Callable[[Callable], Cal
     output.args = ((*kept, *tensors),)
     for node in reversed(gm.graph.nodes):  # these numbers the step would be compiled again for, each time
         if node.op != "placeholder" and not node.users and (
-                node in python or isinstance(node.meta.get("example_value"), torch.SymFloat)):
+                node in python or node.target is torch.scalar_tensor or isinstance(node.meta.get("example_value"), torch.SymFloat)):
             gm.graph.erase_node(node)
     gm.recompile()
 
