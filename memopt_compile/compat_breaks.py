@@ -101,6 +101,11 @@ def is_ahead(output: Any, name: str) -> bool:
     return any(each.argval == name for each in root.instructions[root.instruction_pointer or 0:])
 
 
+def line_now(output: Any) -> int:
+    """The line of the frame itself that the trace has come to."""
+    return output.root_tx.lineno
+
+
 def is_named(output: Any, name: str) -> bool:
     """Whether the frame itself has an attribute of this name anywhere."""
     return name in output.root_tx.f_code.co_names

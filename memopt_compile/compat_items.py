@@ -103,7 +103,9 @@ def length(tx: Any, unread: Any) -> Any:
 
 
 def grows(tx: Any, unread: Any) -> bool:
-    """Whether an unread list gets longer from call to call."""
+    """Whether an unread list gets longer from call to call, as a full deque does not."""
+    if getattr(unread.real, "maxlen", None) == len(unread.real):
+        return False
     builder = VariableBuilder(tx, ReadSource(unread.source, len))
     return changes(builder, float(len(unread.real))) or len(unread.added) > 0
 

@@ -50,9 +50,6 @@ class _Unread:
 
     def _whole(self) -> tuple[Any, list]:
         """Dynamo's own class from here on; what `look` finds, and what was added."""
-        tx = InstructionTranslator.current_tx()
-        if compat_items.grows(tx, self):
-            behind_the_step(tx)
         found, added = self.look(), self.added
         del self.look, self.added, self.real
         self.__class__ = WHOLE[type(self)]
@@ -66,6 +63,8 @@ class _Unread:
 class _UnreadSequence(_Unread):
     @property
     def items(self) -> list[Any]:
+        if compat_items.grows(tx := InstructionTranslator.current_tx(), self):
+            behind_the_step(tx)
         found, added = self._whole()
         items = self.items = [*found.items, *added]
         if isinstance(self, DequeVariable) and (most := self.maxlen.as_python_constant()) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import compat, compat_breaks, compat_dynamo
+from . import compat, compat_breaks, compat_dynamo, telling
 from .errors import OptionError
 from .step_graph import source_line
 
@@ -52,6 +52,7 @@ def end_behind(tx: Any, notes: Any) -> None:
     if compat_breaks.demands_one_graph(tx.output):
         return
     if _is_over(tx, notes):
+        telling.note_end(notes, compat_breaks.line_now(tx.output))
         compat_breaks.break_graph("all of a list that grows is read", "", "")
     if notes.stepped and not (notes.backwards or notes.updates or compat_breaks.is_differentiated(tx.output)
                         or compat_breaks.is_named(tx.output, "backward")):

@@ -17,6 +17,7 @@ log = logging.getLogger("memopt_compile")
 
 stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
 _behind: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, its frames, and which are behind the step
+_ended: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, the lines where its graph was ended
 _told: weakref.WeakSet = weakref.WeakSet()
 _unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -32,20 +33,30 @@ def note_place(notes: Any) -> None:
     with metrics, which may want a graph for each of its numbers."""
     frames = _behind.setdefault(notes.step, weakref.WeakKeyDictionary())
     frames.setdefault(notes.frame, notes.stepped and not (
-        notes.backwards or notes.updates or notes.begun or {"backward", "step"} & _names_in(notes.frame)))
+        notes.backwards or notes.updates or notes.begun or _has_more(notes.frame)))
 
 
-def _names_in(code: Any) -> set:
-    """The names in a frame's code. What torch runs behind a break is all of the function, and begins with a jump."""
-    found = list(dis.get_instructions(code))
-    resumed = code.co_name.startswith("torch_dynamo_resume_in_")
-    start = next((each.argval for each in found if each.opcode in dis.hasjrel), 0) if resumed else 0
-    return {each.argval for each in found if each.offset >= start and each.opcode in dis.hasname}
+def note_end(notes: Any, line: int) -> None:
+    """Note that a whole step's graph is ended at this line of its frame, on purpose: nothing is behind but metrics."""
+    _ended.setdefault(notes.step, set()).add(line)
 
 
 def is_behind(step: Any, code: Any) -> bool:
     """Whether Python may run this frame, for there is nothing of the step in it."""
-    return _behind.get(step, {}).get(code, False)
+    known = _behind.get(step, {}).get(code)
+    return code.co_firstlineno in _ended.get(step, ()) and _is_resumed(code) and not _has_more(code) if known is None else known
+
+
+def _is_resumed(code: Any) -> bool:
+    return code.co_name.startswith("torch_dynamo_resume_in_")
+
+
+def _has_more(code: Any) -> bool:
+    """Whether a frame names what steps have. What torch runs behind a break is all of the function, and begins with a
+    jump."""
+    found = list(dis.get_instructions(code))
+    start = next((each.argval for each in found if each.opcode in dis.hasjrel), 0) if _is_resumed(code) else 0
+    return any(each.argval in ("backward", "step") for each in found if each.offset >= start and each.opcode in dis.hasname)
 
 
 def tell(notes: Any, where: str, cause: str, remedy: str) -> None:
