@@ -396,7 +396,7 @@ def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) 
             return contextlib.nullcontext()
         # An update outside its step is left to eager: there is nothing to save in it, and it
         # would be traced again in each step, for each has gradients of its own.
-        leave = optimizer_capture.is_update(frame) or telling.is_behind(step, frame.f_code)
+        leave = optimizer_capture.is_update(frame) or telling.is_beside(step, frame.f_code)
         return None if leave else scope(step, frame.f_code, options, left)
 
     return compat_dynamo.frame_hook(wrap)

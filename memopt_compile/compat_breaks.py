@@ -65,12 +65,6 @@ def break_graph(what: str, why: str, remedy: str) -> NoReturn:
     unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
 
 
-def break_at_random_number(*_: Any) -> NoReturn:
-    """End the graph where Python's `random` draws: Dynamo's number of it is no number where the step decides by it."""
-    break_graph("Python's random draws a number", "what the step does next may depend on it",
-                "draw it ahead of the forward, or by torch")
-
-
 def refuses_views(error: Exception) -> bool:
     """Whether AOTAutograd will not have one input be a view of another."""
     return isinstance(error, AssertionError) and "aot_autograd() does not yet handle" in str(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from torch._dynamo.symbolic_convert import (
     compare_op_handlers,
 )
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import builtin, misc, user_defined
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -41,7 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_breaks, compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
+from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_python, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -54,7 +53,6 @@ IN_PLACE = frozenset({operator.iadd, operator.isub, operator.imul, operator.itru
                       operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior,
                       operator.ixor, operator.ilshift, operator.irshift})
 
-SET_ATTRIBUTE = (object.__setattr__, BaseException.__setattr__, types.SimpleNamespace.__setattr__)  # the last Dynamo refuses
 RECURRENT = (torch.rnn_tanh, torch.rnn_relu, torch.gru, torch.lstm)
 
 
@@ -360,8 +358,7 @@ def tracing_scope(
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(compat_lists, "behind_the_step", behind),
         mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
-        *(mock.patch.object(module, "call_random_fn", compat_breaks.break_at_random_number) for module in (user_defined, misc)),
-        mock.patch.object(user_defined, "is_standard_setattr", lambda method: method in SET_ATTRIBUTE),
+        *compat_python.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
@@ -386,7 +383,7 @@ def tracing_scope(
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*each) for each in (*compat_texts.REPLACED, *compat_lists.REPLACED, *compat_items.REPLACED,
-                                             *compat_guards.REPLACED)),
+                                             *compat_guards.REPLACED, *compat_python.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

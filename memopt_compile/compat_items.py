@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars
 from torch._dynamo.source import is_constant_source
 from torch._dynamo.variables.base import VariableTracker
@@ -40,6 +41,10 @@ def next_of(count: Any) -> Any:
 
 def step_of(count: Any) -> Any:
     return (count.__reduce__()[1] + (1,))[1]
+
+
+for _function in (item_of, number_of, next_of, step_of):
+    skip_code(_function.__code__)  # called by what Dynamo has compiled, and not to be compiled
 
 
 @dataclass_with_cached_hash(frozen=True)

@@ -16,7 +16,7 @@ from . import compat_breaks
 log = logging.getLogger("memopt_compile")
 
 stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
-_behind: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, its frames, and which are behind the step
+_beside: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, its frames, and which are beside the step
 _ended: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, the lines where its graph was ended
 _told: weakref.WeakSet = weakref.WeakSet()
 _unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -29,10 +29,11 @@ def forget() -> None:
 
 
 def note_place(notes: Any) -> None:
-    """Note of a frame that was traced for the first time whether all of it is behind the whole step: what Python does
-    with metrics, which may want a graph for each of its numbers."""
-    frames = _behind.setdefault(notes.step, weakref.WeakKeyDictionary())
-    frames.setdefault(notes.frame, notes.stepped and not (
+    """Note of a frame that was traced for the first time whether all of it is beside the step: what Python does with
+    metrics behind it, or a function that prepares a batch. These may want a graph for each of their numbers."""
+    first = notes.step not in _beside
+    frames = _beside.setdefault(notes.step, weakref.WeakKeyDictionary())
+    frames.setdefault(notes.frame, (notes.stepped or not (first or _is_resumed(notes.frame))) and not (
         notes.backwards or notes.updates or notes.begun or _has_more(notes.frame)))
 
 
@@ -41,9 +42,9 @@ def note_end(notes: Any, line: int) -> None:
     _ended.setdefault(notes.step, set()).add(line)
 
 
-def is_behind(step: Any, code: Any) -> bool:
+def is_beside(step: Any, code: Any) -> bool:
     """Whether Python may run this frame, for there is nothing of the step in it."""
-    known = _behind.get(step, {}).get(code)
+    known = _beside.get(step, {}).get(code)
     return code.co_firstlineno in _ended.get(step, ()) and _is_resumed(code) and not _has_more(code) if known is None else known
 
 
