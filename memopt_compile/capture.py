@@ -74,8 +74,8 @@ class Notes:
     trace: Any = None
     where: str = ""
     resumed: bool = False
-    stepped: bool = False  # a frame of the same function was captured as a whole step before
-    begun: bool = False  # its graph is a part of a step, to be differentiated outside
+    stepped: bool = False  # another frame was a whole step
+    begun: bool = False  # its graph is differentiated outside
     reason: str | None = None
     backwards: int = 0
     updates: int = 0
@@ -342,8 +342,7 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
 @contextlib.contextmanager
 def scope(step: Any, code: Any, options: Any = None,
           left: Callable[[Any, Notes], None] = lambda options, notes: None) -> Iterator[Notes]:
-    """Trace a frame of `step` for whole-step capture; others in the process are untouched. `left` is told
-    of one that Dynamo leaves to Python, and may refuse that."""
+    """Trace a frame of `step` for whole-step capture. `left` is told of one that Dynamo leaves to Python, and may refuse."""
     global _notes
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
@@ -394,9 +393,8 @@ def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) 
     def wrap(backend: Any, options: Any, step: Any, frame: Any) -> Any:
         if not is_ours(backend):
             return contextlib.nullcontext()
-        # An update outside its step is left to eager: there is nothing to save in it, and it
-        # would be traced again in each step, for each has gradients of its own.
-        leave = optimizer_capture.is_update(frame) or telling.is_beside(step, frame.f_code)
-        return None if leave else scope(step, frame.f_code, options, left)
+        # In an update outside its step there is nothing to save, and each step has gradients of its own to trace it for.
+        beside = optimizer_capture.is_update(frame) or telling.is_beside(step, frame.f_code)
+        return None if beside else scope(step, frame.f_code, options, left)
 
     return compat_dynamo.frame_hook(wrap)

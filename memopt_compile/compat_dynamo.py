@@ -108,11 +108,6 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
     return undo
 
 
-def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
-    """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
-    torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
-
-
 def _itself(leaf: Any, result: Any) -> Any:
     """What an operation in place on a parameter returns: the parameter. Dynamo makes another value of it,
     and ``p -= x; p.grad = None`` then leaves the parameter its gradient, which adds up silently. The same of
@@ -231,8 +226,7 @@ def tracing_scope(
 
     Each argument takes the place of the Dynamo method of that name and is called with the
     original method first; but `forms` are functions that are traced in place of torch's own, and `reads`
-    says whether ``tensor.item()`` becomes a number that the trace does not know; `behind` leaves what is behind the
-    step to Python.
+    says whether ``tensor.item()`` becomes a number that the trace does not know; `behind` ends the graph behind the step.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -396,8 +390,7 @@ def tracing_scope(
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,
-                                   **{function: traced(form) for function, form in forms.items()},
-                                   torch._check_tensor_all: traced(_check_tensor_all),
+                                   **{function: traced(form) for function, form in {**forms, **compat_python.FORMS}.items()},
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
     )
     TensorifyState.clear()  # which numbers earlier frames had no use for: names are used again

@@ -1,4 +1,4 @@
-"""What Python's and NumPy's own types do in a step, where Dynamo refuses it or gives another value.
+"""What functions and types of Python, NumPy and torch do in a step, where Dynamo refuses it or gives another value.
 
 Checked against torch 2.11 and 2.13.
 """
@@ -74,6 +74,12 @@ def _import(original: Callable, self: Any, module: str, name: str) -> Any:
     return original(self, module, name)
 
 
+def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
+    """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
+    torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
+
+
+FORMS = {torch._check_tensor_all: _check_tensor_all}
 REPLACED = [(UserDefinedClassVariable, "call_function", _called_class), (PyCodegen, "load_import_from", _import)]
 
 

@@ -34,6 +34,7 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
         return False
     if ended and not leaks:
         if not notes.reads_behind_later:
+            telling.note_end(notes, compat_breaks.line_now(tx.output))
             return False
         notes.reads_behind += 1
     notes.reads += 1

@@ -11,6 +11,7 @@ import pytest
 import rows
 import torch
 from harness import STEPS, compiled, largest_difference, train
+from torch._dynamo.variables import builder
 
 
 def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, until: int = STEPS,
@@ -69,6 +70,14 @@ def test_what_a_step_counts_is_no_size_to_a_budget():
     _, free = compiled(build, until=STEPS)
     _, kept = compiled(build, until=STEPS, memory_budget="1GiB")
     assert {c.kind for c in kept} == {"step"} and len(kept) == len(free) < STEPS
+
+
+def test_lists_of_other_compilations():
+    """How Dynamo takes a list it keeps for the process: a step's is its own, whoever compiled first, and nobody else's."""
+    builder.VariableBuilder._type_dispatch_impl.cache_clear()
+    torch.compile(lambda x, items: x + len(items), backend="eager")(torch.ones(2), [1, 2])
+    check(rows.ROWS["lists_that_grow"], until=2)
+    assert builder.VariableBuilder._type_dispatch()[list] is builder.VariableBuilder.wrap_listlike
 
 
 def test_betas_that_change_in_float32():
