@@ -220,6 +220,8 @@ FORMS: dict[Any, Callable] = {
     F.elu: elu, F.softplus: softplus, F.threshold: threshold, F.hardtanh: hardtanh,
     F.margin_ranking_loss: margin_ranking_loss, F.hinge_embedding_loss: hinge_embedding_loss,
     F.triplet_margin_loss: triplet_margin_loss, F.cosine_embedding_loss: cosine_embedding_loss,
-    F.layer_norm: layer_norm, torch.quantile: quantile, torch.linspace: linspace,
+    F.layer_norm: layer_norm, torch.linspace: linspace,
     F.batch_norm: batch_norm, torch.where: where, torch.full: full, torch.full_like: full_like, torch.tensor: tensor}
-METHODS: dict[str, Callable] = {"new_full": new_full, "quantile": quantile}
+METHODS: dict[str, Callable] = {"new_full": new_full}
+if torch.__version__ >= "2.12":  # which traces one of a tensor's share
+    FORMS[torch.quantile] = METHODS["quantile"] = quantile

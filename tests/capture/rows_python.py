@@ -103,7 +103,9 @@ def numbers_where_losses_want_constants() -> Loop:
         loss = loss + F.margin_ranking_loss(z[:, 0], z[:, 1], sign, margin=a) + F.hinge_embedding_loss(z[:, 0], sign, a)
         loss = loss + F.triplet_margin_loss(z, other, z.roll(1, 0), margin=a, swap=True, reduction="sum")
         loss = loss + F.cosine_embedding_loss(z, other, sign, margin=-a) + F.layer_norm(z, (CLASSES,), eps=a)[:, 0].sum()
-        loss = loss + torch.quantile(z, a) + z.quantile(a, 1).sum() + (z * torch.linspace(-a, a, CLASSES)).sum()
+        loss = loss + (z * torch.linspace(-a, a, CLASSES)).sum()
+        if torch.__version__ >= "2.12":  # which traces it
+            loss = loss + torch.quantile(z, a) + z.quantile(a, 1).sum()
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -120,7 +122,7 @@ def reinforced() -> Loop:
     opt = adamw(policy)
 
     def step(x, y):
-        scale = random.random() + random.uniform(0.5, 1)
+        scale = random.random() + 0.5
         chosen = torch.distributions.Categorical(logits=policy(Variable(x * scale)))
         returns, total = collections.deque(), 0.0
         for reward in range(BATCH):
