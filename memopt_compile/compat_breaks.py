@@ -100,6 +100,15 @@ def line_now(output: Any) -> int:
     return output.root_tx.lineno
 
 
+def can_end(output: Any) -> bool:
+    """Whether the graph may end where the trace is, and the rest go on: not within a loop of the frame itself, or what
+    cannot be entered again."""
+    root = output.root_tx
+    here, place = root.instructions.index, (root.instruction_pointer or 1) - 1
+    backward = ((here(each.target), i) for i, each in enumerate(root.instructions) if each.target and i >= place)
+    return root.should_compile_partial_graph() and not any(start <= place for start, _ in backward)
+
+
 def is_named(output: Any, name: str) -> bool:
     """Whether the frame itself has an attribute of this name anywhere."""
     return name in output.root_tx.f_code.co_names

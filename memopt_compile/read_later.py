@@ -53,6 +53,8 @@ def end_behind(tx: Any, notes: Any) -> None:
     if compat_breaks.demands_one_graph(tx.output):
         return
     if _is_over(tx, notes):
+        if not compat_breaks.can_end(tx.output):
+            return
         telling.note_end(notes, compat_breaks.line_now(tx.output))
         compat_breaks.break_graph("all of a list that grows is read", "", "")
     if notes.stepped and not (notes.backwards or notes.updates or compat_breaks.is_differentiated(tx.output)
