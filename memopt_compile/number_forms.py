@@ -47,10 +47,6 @@ def softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
     return torch.where(scaled > threshold, input, torch.log1p(torch.exp(small)) / number)
 
 
-def threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
-    return _chosen(~(input <= threshold), input, torch.zeros_like(input) + value, inplace)
-
-
 def hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
     """The derivative is zero at both ends, where that of a clamp is one."""
     if min_val > max_val:
@@ -217,7 +213,7 @@ def fits(form: Callable, count: int, names: Iterable[str]) -> bool:
 
 FORMS: dict[Any, Callable] = {
     F.leaky_relu: leaky_relu, F.huber_loss: huber_loss, F.smooth_l1_loss: smooth_l1_loss, F.cross_entropy: cross_entropy,
-    F.elu: elu, F.softplus: softplus, F.threshold: threshold, F.hardtanh: hardtanh,
+    F.elu: elu, F.softplus: softplus, F.hardtanh: hardtanh,
     F.margin_ranking_loss: margin_ranking_loss, F.hinge_embedding_loss: hinge_embedding_loss,
     F.triplet_margin_loss: triplet_margin_loss, F.cosine_embedding_loss: cosine_embedding_loss,
     F.layer_norm: layer_norm, torch.linspace: linspace,
