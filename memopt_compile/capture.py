@@ -74,6 +74,8 @@ class Notes:
     trace: Any = None
     where: str = ""
     resumed: bool = False
+    stepped: bool = False  # another frame was a whole step
+    begun: bool = False  # its graph is differentiated outside
     reason: str | None = None
     backwards: int = 0
     updates: int = 0
@@ -340,12 +342,11 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
 @contextlib.contextmanager
 def scope(step: Any, code: Any, options: Any = None,
           left: Callable[[Any, Notes], None] = lambda options, notes: None) -> Iterator[Notes]:
-    """Trace a frame of `step` for whole-step capture; others in the process are untouched. `left` is told
-    of one that Dynamo leaves to Python, and may refuse that."""
+    """Trace a frame of `step` for whole-step capture. `left` is told of one that Dynamo leaves to Python, and may refuse."""
     global _notes
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
-        resumed=code.co_name.startswith("torch_dynamo_resume_in_"),
+        resumed=code.co_name.startswith("torch_dynamo_resume_in_"), stepped=step in telling.stepped,
         folds=(options or {}).get("accumulate") == "optimizer_states",
         eager=(options or {}).get("lowering") == "eager")
     if not _FORMS:
@@ -368,10 +369,11 @@ def scope(step: Any, code: Any, options: Any = None,
             add_product=function_capture.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
             reads=lambda tx, tensor: read_later.waits(tx, tensor, _notes_of(tx)),
+            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)),
         ):
             yield _notes
     except compat_breaks.LEFT as error:
-        if _notes.backwards:
+        if _notes.backwards or compat_breaks.is_of_the_tracer(error) and not (_notes.resumed and _notes.stepped):
             telling.tell_of_break(_notes, error)
         elif not _notes.resumed or "backward" in code.co_names:
             telling.settle(_notes, whole=False)
@@ -382,6 +384,7 @@ def scope(step: Any, code: Any, options: Any = None,
         raise
     finally:
         gc.set_threshold(*collected)
+        telling.note_place(_notes)
         _notes = outer
 
 
@@ -390,8 +393,8 @@ def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) 
     def wrap(backend: Any, options: Any, step: Any, frame: Any) -> Any:
         if not is_ours(backend):
             return contextlib.nullcontext()
-        # An update outside its step is left to eager: there is nothing to save in it, and it
-        # would be traced again in each step, for each has gradients of its own.
-        return None if optimizer_capture.is_update(frame) else scope(step, frame.f_code, options, left)
+        # In an update outside its step there is nothing to save, and each step has gradients of its own to trace it for.
+        beside = optimizer_capture.is_update(frame) or telling.is_beside(step, frame.f_code)
+        return None if beside else scope(step, frame.f_code, options, left)
 
     return compat_dynamo.frame_hook(wrap)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import traceback
 from typing import Any, NoReturn
 
 from torch._dynamo import config
-from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, Unsupported, unimplemented
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+    unimplemented,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import TracingContext
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -15,7 +22,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 WITHOUT_SIZES = ("compute with all rows: torch.where, a product with the mask, ignore_index= of a loss; or decide "
                  "outside of the step")
 PYTHON = sysconfig.get_path("stdlib")
-LEFT = (Unsupported, SkipFrame)  # how Dynamo ends a frame that it leaves to Python
+LEFT = (Unsupported, SkipFrame, InternalTorchDynamoError)  # how Dynamo ends a frame that it leaves to Python
 
 
 def run_in_eager(why: object) -> NoReturn:
@@ -53,7 +60,7 @@ def demands_one_graph(output: Any) -> bool:
     return output.root_tx.one_graph or output.root_tx.error_on_graph_break
 
 
-def break_graph(what: str, why: str, remedy: str) -> None:
+def break_graph(what: str, why: str, remedy: str) -> NoReturn:
     """End the traced graph here: the rest of the frame runs by the ordinary path."""
     unimplemented(gb_type=what, context="memopt", explanation=why, hints=[remedy])
 
@@ -61,6 +68,11 @@ def break_graph(what: str, why: str, remedy: str) -> None:
 def refuses_views(error: Exception) -> bool:
     """Whether AOTAutograd will not have one input be a view of another."""
     return isinstance(error, AssertionError) and "aot_autograd() does not yet handle" in str(error)
+
+
+def is_of_the_tracer(error: Exception) -> bool:
+    """Whether the frame is left to Python because Dynamo itself failed."""
+    return isinstance(error, InternalTorchDynamoError)
 
 
 def is_recompile_limit(error: Exception) -> bool:
@@ -83,6 +95,20 @@ def is_ahead(output: Any, name: str) -> bool:
     return any(each.argval == name for each in root.instructions[root.instruction_pointer or 0:])
 
 
+def line_now(output: Any) -> int:
+    """The line of the frame itself that the trace has come to."""
+    return output.root_tx.lineno
+
+
+def can_end(output: Any) -> bool:
+    """Whether the graph may end where the trace is, and the rest go on: not within a loop of the frame itself, or what
+    cannot be entered again."""
+    root = output.root_tx
+    here, place = root.instructions.index, (root.instruction_pointer or 1) - 1
+    backward = ((here(each.target), i) for i, each in enumerate(root.instructions) if each.target and i >= place)
+    return root.should_compile_partial_graph() and not any(start <= place for start, _ in backward)
+
+
 def is_named(output: Any, name: str) -> bool:
     """Whether the frame itself has an attribute of this name anywhere."""
     return name in output.root_tx.f_code.co_names
@@ -91,6 +117,9 @@ def is_named(output: Any, name: str) -> bool:
 def break_place(error: Any) -> tuple[str, int, str] | None:
     """(file, line number, code) of the innermost line outside torch, and Python's own modules, that ended a graph."""
     stack = getattr(error, "real_stack", None) or TracingContext.extract_stack()
+    if is_of_the_tracer(error):  # whose message alone has it
+        stack = [traceback.FrameSummary(file, int(line), "", line=code) for file, line, code in re.findall(
+            r'File "(.+?)", line (\d+), in .*\n +(.*)', str(error))]
     frames = [f for f in stack if f.filename and not any(part in f.filename for part in ("/torch/", "/memopt_compile/"))
               and (not f.filename.startswith(PYTHON) or "site-packages" in f.filename)]
     return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None
@@ -98,6 +127,8 @@ def break_place(error: Any) -> tuple[str, int, str] | None:
 
 def break_reason(error: Any) -> tuple[str, str]:
     """(reason, remedy) from what Dynamo says when it ends a graph."""
+    if is_of_the_tracer(error):
+        return f"torch's tracer failed ({str(error).splitlines()[0]})", "take that line out of the step"
     if str(error).startswith("Unsupported Tensor.item()"):
         return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
                 "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")

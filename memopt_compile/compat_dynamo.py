@@ -16,7 +16,7 @@ import torch
 from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, guards, output_graph
-from torch._dynamo.exc import UserError
+from torch._dynamo.exc import InternalTorchDynamoError, UserError
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -40,7 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
-from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_texts
+from . import compat_guards, compat_items, compat_lists, compat_numbers, compat_python, compat_texts
 from .compat import FakeTensor, NumberVariable, fake_value, source_name
 from .compat_sizes import GuardOnDataDependentSymNode
 
@@ -87,13 +87,16 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         # Where a function called by the frame asks for a number or a size that only the data tell (``names[i.item()]``),
         # Dynamo finds no way out. First numbers behind the step are not followed, then none, and no such size.
         for behind, other in ((True, True), (False, True), (False, False)):
-            with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
-                notes.reads_behind_later, notes.reads_later = behind, other
-                try:
-                    return original(self, frame, *args, **kwargs)
-                except (UserError, GuardOnDataDependentSymNode) as error:
-                    if not other or "data-dependent expression" not in str(error):
-                        raise
+            try:
+                with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
+                    notes.reads_behind_later, notes.reads_later = behind, other
+                    try:
+                        return original(self, frame, *args, **kwargs)
+                    except (UserError, GuardOnDataDependentSymNode) as error:
+                        if not other or "data-dependent expression" not in str(error):
+                            raise
+            except InternalTorchDynamoError:  # of the tracer; an error of the step's own Python raises too
+                return ConvertFrameReturn()
             scope = wrap(*backend_of(self), self, frame)
         raise AssertionError("the last one returns or raises")
 
@@ -103,11 +106,6 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
         convert_frame.ConvertFrameAssert.__call__ = original
 
     return undo
-
-
-def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
-    """`torch._check_tensor_all` without reading a number: the graph itself checks `cond`."""
-    torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
 
 
 def _itself(leaf: Any, result: Any) -> Any:
@@ -222,12 +220,13 @@ def tracing_scope(
     log_graph_break: Callable,
     next_item: Callable,
     reads: Callable[[Any, Any], bool],
+    behind: Callable[[Any], None],
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
     original method first; but `forms` are functions that are traced in place of torch's own, and `reads`
-    says whether ``tensor.item()`` becomes a number that the trace does not know.
+    says whether ``tensor.item()`` becomes a number that the trace does not know; `behind` ends the graph behind the step.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -296,6 +295,7 @@ def tracing_scope(
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        args = compat_lists.without_deques(self.value, args)
         result = compat_numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs)
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
@@ -336,6 +336,7 @@ def tracing_scope(
         # What is used up the backend detaches.
         original(self, [v for v in outputs if not (isinstance(v, TensorVariable) and used_up(self, fake_value(v)))], tx)
 
+    types_known = compat_lists.table_of_types()
     check = "_check_requires_grad_intermediate_outputs"  # 2.13's
     collect = torch_variables._collect_tensors_with_sources
     patches = (
@@ -349,7 +350,9 @@ def tracing_scope(
                             # Which parameters are one, the model's and the optimizer's too, is guarded: a step whose
                             # weights were tied or replaced since is another step.
                             skip_no_tensor_aliasing_guards_on_parameters=False),
+        mock.patch.object(compat_lists, "behind_the_step", behind),
         mock.patch.object(guards, "is_from_optimizer_source", lambda source: False),
+        *compat_python.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
@@ -373,8 +376,9 @@ def tracing_scope(
                  remove_specialized),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
+        mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*each) for each in (*compat_texts.REPLACED, *compat_lists.REPLACED, *compat_items.REPLACED,
-                                             *compat_guards.REPLACED)),
+                                             *compat_guards.REPLACED, *compat_python.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),
@@ -387,8 +391,7 @@ def tracing_scope(
             for symbol, function in COMPARISONS.items()}),
         mock.patch.dict(handlers, {torch.autograd.grad: handle_grad,
                                    torch.is_tensor: handle_is_tensor,
-                                   **{function: traced(form) for function, form in forms.items()},
-                                   torch._check_tensor_all: traced(_check_tensor_all),
+                                   **{function: traced(form) for function, form in {**forms, **compat_python.FORMS}.items()},
                                    **dict.fromkeys(RECURRENT, call_recurrent)}),
     )
     TensorifyState.clear()  # which numbers earlier frames had no use for: names are used again

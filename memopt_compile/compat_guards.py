@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import dicts
+from torch._dynamo.variables.constant import ConstantVariable
 
 from .compat import (
     LazyVariableTracker,
@@ -17,6 +19,7 @@ from .compat import (
     UserDefinedObjectVariable,
     UserDefinedVariable,
     UserFunctionVariable,
+    UserMethodVariable,
     constant_value,
     fake_value,
     guard_value,
@@ -116,11 +119,12 @@ def _without_attribute(original: Callable, self: Any, tx: Any, name: str) -> Any
 
 
 def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
-    """``hasattr(function, name)``, guarded."""
+    """``hasattr(function, name)``, guarded. A method has what it is bound to too, of which Dynamo knows nothing."""
+    bound = isinstance(self, UserMethodVariable)
+    has = hasattr(types.MethodType(self.fn, self) if bound else self.fn, name)
     if self.source is not None:
-        has = hasattr(self.fn, name)
         guard_value(self.source, lambda function: hasattr(function, name) is has, f"an attribute {name}, or none")
-    return original(self, tx, name)
+    return ConstantVariable.create(has) if bound else original(self, tx, name)
 
 
 def _guard_dict(variable: Any, what: Callable[[dict], Any]) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars
 from torch._dynamo.source import is_constant_source
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.iter import CountIteratorVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch._guards import ChainedSource, Source, dataclass_with_cached_hash
 
@@ -31,6 +33,18 @@ def item_of(sequence: Any, index: int) -> Any:
 
 def number_of(array: Any, index: int) -> float:
     return float(array[index])
+
+
+def next_of(count: Any) -> Any:
+    return count.__reduce__()[1][0]
+
+
+def step_of(count: Any) -> Any:
+    return (count.__reduce__()[1] + (1,))[1]
+
+
+for _function in (item_of, number_of, next_of, step_of):
+    skip_code(_function.__code__)  # called by what Dynamo has compiled, and not to be compiled
 
 
 @dataclass_with_cached_hash(frozen=True)
@@ -53,7 +67,8 @@ class ReadSource(ChainedSource):
     def _name_template(self) -> str:
         index = source_name(self.index) if isinstance(self.index, Source) else repr(self.index)
         index = index.replace("{", "{{").replace("}", "}}")
-        return {len: "len({0})", item_of: f"{{0}}[{index}]", number_of: f"float({{0}}[{index}])"}[self.read]
+        return {len: "len({0})", item_of: f"{{0}}[{index}]", number_of: f"float({{0}}[{index}])",
+                next_of: "{0}.__reduce__()[1][0]", step_of: "({0}.__reduce__()[1] + (1,))[1]"}[self.read]
 
 
 def _manager(original: Callable, builder: Any, source: Any) -> Any:
@@ -92,6 +107,14 @@ def length(tx: Any, unread: Any) -> Any:
     return VariableTracker.build(tx, operator.add).call_function(tx, [known, ConstantVariable.create(len(unread.added))], {})
 
 
+def grows(tx: Any, unread: Any) -> bool:
+    """Whether an unread list gets longer from call to call, as a full deque does not."""
+    if getattr(unread.real, "maxlen", None) == len(unread.real):
+        return False
+    builder = VariableBuilder(tx, ReadSource(unread.source, len))
+    return changes(builder, float(len(unread.real))) or len(unread.added) > 0
+
+
 def item(tx: Any, unread: Any, index: Any) -> Any:
     """A float at the end of an unread list, or at a place that changes; None for what the list is needed for."""
     index = index.realize()
@@ -122,6 +145,13 @@ def item_of_array(tx: Any, array: Any, index: Any) -> Any:
     if not -len(real) <= known < len(real):
         return None
     return _read(tx, array.source, number_of, real[known].item(), index.value if constant else index.source)
+
+
+def wrap_count(builder: Any, count: Any) -> Any:
+    """An `itertools.count` of the user's, at a number that changes. Dynamo guards which it is."""
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    item, step = (_read(builder.tx, builder.source, read, read(count)) for read in (next_of, step_of))
+    return builder.tx.output.side_effects.track_mutable(count, CountIteratorVariable(item, step, source=builder.source))
 
 
 def _is_found(index: Any) -> bool:

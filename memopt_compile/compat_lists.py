@@ -12,11 +12,14 @@ then ``sum(window)`` counts items that are there no more. Checked against torch 
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._dynamo.bytecode_transformation import create_call_method, create_instruction
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
@@ -31,6 +34,11 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from . import compat_items
+
+
+def behind_the_step(tx: Any) -> None:
+    """Leave what follows to Python if the step is over: with all of a list that grows it would be traced again at each
+    call. In force while a frame is traced is `read_later.end_behind`."""
 
 
 class _Unread:
@@ -55,6 +63,8 @@ class _Unread:
 class _UnreadSequence(_Unread):
     @property
     def items(self) -> list[Any]:
+        if compat_items.grows(tx := InstructionTranslator.current_tx(), self):
+            behind_the_step(tx)
         found, added = self._whole()
         items = self.items = [*found.items, *added]
         if isinstance(self, DequeVariable) and (most := self.maxlen.as_python_constant()) is not None:
@@ -130,6 +140,13 @@ def is_unread(variable: Any) -> bool:
     return isinstance(variable.realize(), _UnreadSequence)
 
 
+def without_deques(function: Callable, args: Any) -> Any:
+    """The arguments of ``torch.tensor(returns)``, with a list for a deque, of which Dynamo knows no graph's argument."""
+    if function not in (torch.tensor, torch.as_tensor) or not args or not isinstance(given := args[0].realize(), DequeVariable):
+        return args
+    return [ListVariable(list(given.items), mutation_type=ValueMutationNew()), *args[1:]]
+
+
 def read(tx: Any, function: Callable, args: Any) -> Any:
     """``len(losses)`` of an unread list, ``rates[step]`` of an array; None for anything else."""
     if function is len and len(args) == 1 and isinstance(unread := args[0].realize(), UnreadList):
@@ -153,8 +170,6 @@ def wrap_any(original: Callable, builder: Any, value: Any) -> Any:
 
 def _wrap_list(original: Callable, builder: Any, value: Any) -> Any:
     """`VariableBuilder.wrap_listlike`, that looks into a list when it has to."""
-    if type(value) not in UNREAD:
-        return original(builder, value)
     effects = builder.tx.output.side_effects
 
     def look() -> Any:
@@ -197,5 +212,12 @@ def _write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kw
             variable.maxlen = length
 
 
-REPLACED = [(VariableBuilder, "wrap_listlike", _wrap_list),
-            (SideEffects, "codegen_update_mutated", _write_back)]
+def table_of_types() -> dict[type, Callable]:
+    """How `VariableBuilder` makes a variable of a value, by its type. Dynamo keeps its own for the whole process."""
+    known = VariableBuilder._type_dispatch()
+    lists = {kind: functools.partial(_wrap_list, known[kind]) for kind in UNREAD}
+    counts = {itertools.count: compat_items.wrap_count} if itertools.count in known else {}  # 2.13
+    return {**known, **lists, **counts}
+
+
+REPLACED = [(SideEffects, "codegen_update_mutated", _write_back)]

@@ -56,8 +56,8 @@ def drawn(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> Any:
     """The result of ``value.uniform_(-r, r)`` and the like with a number that changes; None for what needs no care."""
     if not any(map(is_symbolic, (*args, *kwargs.values()))):
         return None
-    if name == "new_full":
-        return UserFunctionVariable(number_forms.new_full).call_function(tx, [value, *args], kwargs)
+    if name in number_forms.METHODS:
+        return UserFunctionVariable(number_forms.METHODS[name]).call_function(tx, [value, *args], kwargs)
     if name not in drawing.METHODS:
         return None
     operator, defaults = drawing.METHODS[name]

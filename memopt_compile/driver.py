@@ -88,7 +88,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     reading = _read_later(gm, kind, notes)
     if kind == "model" and data_sizes.are_avoidable():
         data_sizes.trace_without(notes.where, "only a whole step is planned")
-    if kind == "step" or _differentiable(gm):
+    notes.begun = notes.begun or kind == "model" and _differentiable(gm)
+    if kind == "step" or notes.begun:
         telling.settle(notes, whole=kind == "step")
     _check_accumulation(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
@@ -108,6 +109,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     if kind == "model":
+        compat.settle_unused_floats(gm)
         piece = second_derivative.copied(gm)
         origin = build.dynamo_inputs(gm)
         with zero.naming_mixtures(notes.where):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from . import compat, compat_breaks, margin_loss
+from . import compat, compat_breaks, compat_python, margin_loss
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -125,6 +125,7 @@ def inherited_step(step: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     """The result of one of `PREPARATIONS`, `Unscaled` or `inherited_step`, None for any other function."""
     function, owner = called.fn, getattr(called, "obj", None)
+    compat_python.refuse_copy(function, owner)
     if getattr(function, "__code__", None) is compat.UPDATE_WRAPPER:
         step = compat.VariableTracker.build(tx, function.__wrapped__)
         return compat.UserFunctionVariable(inherited_step).call_function(
@@ -159,6 +160,8 @@ def call_skipped(original: Callable, self: Any, tx: Any, args: Any, kwargs: dict
         return compat.UserFunctionVariable(checkpoint_sequential).call_function(tx, args, kwargs)
     if self.value is torch.autograd.backward:
         return compat.UserFunctionVariable(backward).call_function(tx, args, kwargs)
+    if compat_python.draws(self.value):
+        compat_python.refuse_drawing()
     known = _constants(args, kwargs) if self.value is warnings.warn else None
     if known and _warn(tx, *known[0], **known[1]):
         return compat.VariableTracker.build(tx, None)

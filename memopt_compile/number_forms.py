@@ -25,9 +25,84 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
-def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
-    result = torch.where(input > 0, input, input * _as_tensor(negative_slope, input))
+def _chosen(condition: Tensor, input: Tensor, other: Tensor, inplace: bool) -> Tensor:
+    result = torch.where(condition, input, other)
     return input.copy_(result) if inplace else result
+
+
+def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
+    return _chosen(input > 0, input, input * _as_tensor(negative_slope, input), inplace)
+
+
+def elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
+    below = input <= 0
+    small = torch.where(below, input, 0.0)  # no branch of a large one's own exponential, whose derivative is infinite
+    return _chosen(~below, input, torch.expm1(small) * _as_tensor(alpha, input), inplace)
+
+
+def softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
+    number = _as_tensor(beta, input)
+    scaled = input * number
+    small = torch.where(scaled > threshold, 0.0, scaled)
+    return torch.where(scaled > threshold, input, torch.log1p(torch.exp(small)) / number)
+
+
+def hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
+    """The derivative is zero at both ends, where that of a clamp is one."""
+    if min_val > max_val:
+        raise ValueError("min_val cannot be greater than max_val")
+    inside = ~((input <= min_val) | (input >= max_val))
+    return _chosen(inside, input, input.detach().clamp(min_val, max_val), inplace)
+
+
+def margin_ranking_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0, *,
+                        reduction: str = "mean") -> Tensor:
+    return _reduced((margin - target * (input1 - input2)).clamp_min(0), reduction)
+
+
+def hinge_embedding_loss(input: Tensor, target: Tensor, margin: Any = 1.0, *, reduction: str = "mean") -> Tensor:
+    zeros = torch.zeros_like(input)
+    far = torch.where(target != 1, (margin - input).clamp_min(0), zeros)
+    return _reduced(far + torch.where(target != -1, input, zeros), reduction)
+
+
+def triplet_margin_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2,
+                        eps: float = 1e-6, swap: bool = False, *, reduction: str = "mean") -> Tensor:
+    near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    return _reduced((near - far + margin).clamp_min(0), reduction)
+
+
+def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0, *,
+                          reduction: str = "mean") -> Tensor:
+    dim = target.dim()
+    squares = [each.square().sum(dim) + 1e-12 for each in (input1, input2)]
+    cosine = (input1 * input2).sum(dim) / (squares[0] * squares[1]).sqrt()
+    zeros = torch.zeros_like(cosine)
+    near = torch.where(target == 1, 1 - cosine, zeros)
+    return _reduced(near + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros), reduction)
+
+
+def layer_norm(input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5) -> Tensor:
+    variance, mean = torch.var_mean(input, tuple(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
+    result = (input - mean) * torch.rsqrt(variance + eps)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
+
+
+def quantile(input: Tensor, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Tensor:
+    share = torch.ones((), dtype=input.dtype, device=input.device) * q
+    return torch.quantile(input, share, dim, keepdim, interpolation=interpolation)
+
+
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Tensor:
+    """From both ends, as the kernel counts."""
+    if steps < 2:
+        return torch.full((steps,), start, dtype=dtype, device=device)
+    place = torch.arange(steps, dtype=dtype or torch.get_default_dtype(), device=device)
+    width = (torch.ones((), dtype=place.dtype, device=device) * end - start) / (steps - 1)
+    return torch.where(place < steps // 2, place * width + start, end - (steps - 1 - place) * width)
 
 
 def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0) -> Tensor:
@@ -138,4 +213,11 @@ def fits(form: Callable, count: int, names: Iterable[str]) -> bool:
 
 FORMS: dict[Any, Callable] = {
     F.leaky_relu: leaky_relu, F.huber_loss: huber_loss, F.smooth_l1_loss: smooth_l1_loss, F.cross_entropy: cross_entropy,
+    F.elu: elu, F.softplus: softplus, F.hardtanh: hardtanh,
+    F.margin_ranking_loss: margin_ranking_loss, F.hinge_embedding_loss: hinge_embedding_loss,
+    F.triplet_margin_loss: triplet_margin_loss, F.cosine_embedding_loss: cosine_embedding_loss,
+    F.layer_norm: layer_norm, torch.linspace: linspace,
     F.batch_norm: batch_norm, torch.where: where, torch.full: full, torch.full_like: full_like, torch.tensor: tensor}
+METHODS: dict[str, Callable] = {"new_full": new_full}
+if torch.__version__ >= "2.12":  # which traces one of a tensor's share
+    FORMS[torch.quantile] = METHODS["quantile"] = quantile

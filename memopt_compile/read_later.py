@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import compat, compat_breaks, compat_dynamo
+from . import compat, compat_breaks, compat_dynamo, telling
 from .errors import OptionError
 from .step_graph import source_line
 
@@ -28,17 +28,38 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
     """Whether the trace goes past ``tensor.item()``. Where no more of the step is to come its graph may end too, if
     what is done with the number cannot be traced."""
     value = compat.fake_value(tensor)
-    ended = notes.backwards and notes.updates and not any(
-        compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
+    ended = _is_over(tx, notes)
     leaks = getattr(value, "grad_fn", None) is not None and not compat_dynamo.used_up(tx.output, value)
     if not notes.reads_later or value.dtype is torch.bool or value.is_complex():
         return False
     if ended and not leaks:
         if not notes.reads_behind_later:
+            telling.note_end(notes, compat_breaks.line_now(tx.output))
             return False
         notes.reads_behind += 1
     notes.reads += 1
     return True
+
+
+def _is_over(tx: Any, notes: Any) -> bool:
+    """Whether no more of the step is to come."""
+    return notes.backwards and notes.updates and not any(
+        compat_breaks.is_ahead(tx.output, name) for name in ("backward", "step"))
+
+
+def end_behind(tx: Any, notes: Any) -> None:
+    """End the graph where the step is over, or leave a frame to Python that is all behind one. The next call would need
+    another graph of what is computed there."""
+    if compat_breaks.demands_one_graph(tx.output):
+        return
+    if _is_over(tx, notes):
+        if not compat_breaks.can_end(tx.output):
+            return
+        telling.note_end(notes, compat_breaks.line_now(tx.output))
+        compat_breaks.break_graph("all of a list that grows is read", "", "")
+    if notes.stepped and not (notes.backwards or notes.updates or compat_breaks.is_differentiated(tx.output)
+                        or compat_breaks.is_named(tx.output, "backward")):
+        compat_breaks.run_in_eager("all of a list that grows is read")
 
 
 def made_of_given(gm: fx.GraphModule) -> list[int]:
@@ -89,7 +110,7 @@ def take_out(gm: fx.GraphModule, reads: bool = True) -> Callable[[Callable], Cal
     output.args = ((*kept, *tensors),)
     for node in reversed(gm.graph.nodes):  # these numbers the step would be compiled again for, each time
         if node.op != "placeholder" and not node.users and (
-                node in python or isinstance(node.meta.get("example_value"), torch.SymFloat)):
+                node in python or node.target is torch.scalar_tensor or isinstance(node.meta.get("example_value"), torch.SymFloat)):
             gm.graph.erase_node(node)
     gm.recompile()
 

@@ -6,6 +6,7 @@ the graph ends before the forward nothing may be lost: that is put off until wha
 
 from __future__ import annotations
 
+import dis
 import logging
 import weakref
 from typing import Any
@@ -15,6 +16,8 @@ from . import compat_breaks
 log = logging.getLogger("memopt_compile")
 
 stepped: weakref.WeakSet = weakref.WeakSet()  # functions of which a frame was captured as a whole step
+_beside: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, its frames, and which are beside the step
+_ended: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each function, the lines where its graph was ended
 _told: weakref.WeakSet = weakref.WeakSet()
 _unsaid: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -23,6 +26,38 @@ def forget() -> None:
     """Tell again of graphs that end early, as after `torch.compiler.reset()`."""
     _told.clear()
     _unsaid.clear()
+
+
+def note_place(notes: Any) -> None:
+    """Note of a frame that was traced for the first time whether all of it is beside the step: what Python does with
+    metrics behind it, or a function that prepares a batch. These may want a graph for each of their numbers."""
+    first = notes.step not in _beside
+    frames = _beside.setdefault(notes.step, weakref.WeakKeyDictionary())
+    frames.setdefault(notes.frame, (notes.stepped or not (first or _is_resumed(notes.frame))) and not (
+        notes.backwards or notes.updates or notes.begun or _has_more(notes.frame)))
+
+
+def note_end(notes: Any, line: int) -> None:
+    """Note that a whole step's graph is ended at this line of its frame, on purpose: nothing is behind but metrics."""
+    _ended.setdefault(notes.step, set()).add(line)
+
+
+def is_beside(step: Any, code: Any) -> bool:
+    """Whether Python may run this frame, for there is nothing of the step in it."""
+    known = _beside.get(step, {}).get(code)
+    return code.co_firstlineno in _ended.get(step, ()) and _is_resumed(code) and not _has_more(code) if known is None else known
+
+
+def _is_resumed(code: Any) -> bool:
+    return code.co_name.startswith("torch_dynamo_resume_in_")
+
+
+def _has_more(code: Any) -> bool:
+    """Whether a frame names what steps have. What torch runs behind a break is all of the function, and begins with a
+    jump."""
+    found = list(dis.get_instructions(code))
+    start = next((each.argval for each in found if each.opcode in dis.hasjrel), 0) if _is_resumed(code) else 0
+    return any(each.argval in ("backward", "step") for each in found if each.offset >= start and each.opcode in dis.hasname)
 
 
 def tell(notes: Any, where: str, cause: str, remedy: str) -> None:

@@ -12,6 +12,7 @@ import rows_leaves  # noqa: F401  (fills ROWS, or ORDINARY before torch 2.13)
 import rows_models  # noqa: F401  (fills ROWS)
 import rows_numbers  # noqa: F401  (fills both)
 import rows_ordinary  # noqa: F401  (fills ORDINARY)
+import rows_python  # noqa: F401  (fills both)
 import rows_steps  # noqa: F401  (fills ROWS)
 import torch
 import torch.nn.functional as F

@@ -11,6 +11,7 @@ import pytest
 import rows
 import torch
 from harness import STEPS, compiled, largest_difference, train
+from torch._dynamo.variables import builder
 
 
 def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, until: int = STEPS,
@@ -45,7 +46,7 @@ UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_midd
          "things_that_are_not_there_at_first": 5}
 if torch.__version__ < "2.12":  # which makes a constant of a number that the step reads in formulas only
     for _name in ("numbers_given_to_the_step", "schedules_in_lists", "numbers_where_operators_want_constants",
-                  "texts_as_keys"):
+                  "numbers_where_losses_want_constants", "texts_as_keys", "reinforced"):
         UNTIL[_name], GRAPHS[_name] = STEPS, 2 * STEPS  # each traced twice
 # Of steps that make a leaf of their own, which ends a graph before torch 2.13: those whose forward is behind it, and whole.
 AHEAD = ("gradient_penalty", "attack_in_place", "attack_with_inputs_named")
@@ -69,6 +70,14 @@ def test_what_a_step_counts_is_no_size_to_a_budget():
     _, free = compiled(build, until=STEPS)
     _, kept = compiled(build, until=STEPS, memory_budget="1GiB")
     assert {c.kind for c in kept} == {"step"} and len(kept) == len(free) < STEPS
+
+
+def test_lists_of_other_compilations():
+    """How Dynamo takes a list it keeps for the process: a step's is its own, whoever compiled first, and nobody else's."""
+    builder.VariableBuilder._type_dispatch_impl.cache_clear()
+    torch.compile(lambda x, items: x + len(items), backend="eager")(torch.ones(2), [1, 2])
+    check(rows.ROWS["lists_that_grow"], until=2)
+    assert builder.VariableBuilder._type_dispatch()[list] is builder.VariableBuilder.wrap_listlike
 
 
 def test_betas_that_change_in_float32():

@@ -1,0 +1,174 @@
+"""What training programs do with Python beside the tensors: logs, counters, copies, random numbers, older forms."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import random
+import types
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from loops import BATCH, CLASSES, Loop, adamw, loop, mlp, ordinary, row
+from torch import nn
+from torch.autograd import Variable
+
+
+@row
+def trainer_that_keeps_the_best() -> Loop:
+    """It reads all of a list that grows, decides by a loss and copies what is the best so far."""
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.losses, self.window = mlp(), [], collections.deque(maxlen=5)
+            self.opt, self.best, self.waited, self.kept = adamw(self.model), float("inf"), 0, None
+
+        def step(self, x, y):
+            loss = F.cross_entropy(self.model(x), y)
+            self.opt.zero_grad()
+            loss.backward()
+            self.opt.step()
+            self.losses.append(loss.item())
+            self.window.append(loss.detach())
+            mean = sum(self.losses[-10:]) / len(self.losses)
+            if loss.item() < self.best:
+                self.best, self.waited, self.kept = loss.item(), 0, copy.deepcopy(self.model.state_dict())
+            else:
+                self.waited += 1
+            return mean, sum(self.window) / len(self.window), [float(loss) for loss in self.window]
+
+    trainer = Trainer()
+    return loop(trainer.model, trainer.opt, trainer.step, wrap=_both_and(lambda: [
+        trainer.losses, trainer.best, trainer.waited, dict(trainer.kept)]))
+
+
+@row
+def log_of_a_method() -> Loop:
+    """The graph ends at the call."""
+    model, history, means = mlp(), [], []
+    opt = adamw(model)
+
+    def log(loss):
+        history.append(loss)
+        means.append((sum(history) / len(history), max(history)))
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        log(loss.item())
+
+    return loop(model, opt, step, wrap=_both_and(lambda: [history, means]))
+
+
+def _both_and(answer):
+    def wrap(step, compile):
+        compiled = compile(step)
+        return lambda *args: (compiled(*args), answer())
+
+    return wrap
+
+
+@row
+def counters_and_rates_of_objects() -> Loop:
+    """Of an `itertools.count` and a namespace. A rate that no tensor needs is a number all the same."""
+    model, calls = mlp(), itertools.count(5)
+    opt, state = adamw(model), types.SimpleNamespace(steps=7, rate=1.0, cold=np.float64(1.0))
+
+    def step(x, y):
+        i = next(calls)
+        loss = F.cross_entropy(model(x), y) * (1 + 0.1 * i) / (state.steps if hasattr(model.forward, "__func__") else 1)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        state.steps += 1
+        state.rate = max(0.05, state.rate * 0.9)
+        state.cold = np.maximum(state.cold * np.exp(-0.1), 0.5)
+        return i
+
+    return loop(model, opt, step, wrap=_both_and(lambda: [dict(vars(state)), f"{state.cold:.4f}"]))
+
+
+@row
+def numbers_where_losses_want_constants() -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y, a):
+        z = model(x)
+        sign, other = (y > 1).to(z) * 2 - 1, z.flip(0)
+        loss = F.softplus(z, 1 + a, 3 * a).sum() + F.elu(z, a).sum() + F.hardtanh(z, -a, a).square().sum()
+        loss = loss + F.margin_ranking_loss(z[:, 0], z[:, 1], sign, margin=a) + F.hinge_embedding_loss(z[:, 0], sign, a)
+        loss = loss + F.triplet_margin_loss(z, other, z.roll(1, 0), margin=a, swap=True, reduction="sum")
+        loss = loss + F.cosine_embedding_loss(z, other, sign, margin=-a) + F.layer_norm(z, (CLASSES,), eps=a)[:, 0].sum()
+        loss = loss + (z * torch.linspace(-a, a, CLASSES)).sum()
+        if torch.__version__ >= "2.12":  # which traces it
+            loss = loss + torch.quantile(z, a) + z.quantile(a, 1).sum()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    return loop(model, opt, step, arguments=lambda i: (0.9 / (i + 1.3),))
+
+
+@row
+def reinforced() -> Loop:
+    """As PyTorch's example of REINFORCE computes returns; the episode's length is drawn by Python, ahead of the step."""
+    random.seed(0)
+    policy = mlp(nn.Dropout(0.2))
+    opt = adamw(policy)
+
+    def step(x, y):
+        scale = random.random() + 0.5
+        chosen = torch.distributions.Categorical(logits=policy(Variable(x * scale)))
+        returns, total = collections.deque(), 0.0
+        for reward in range(BATCH):
+            total = reward + 0.99 * total
+            returns.appendleft(total)
+        returns = torch.tensor(returns)
+        loss = -(chosen.log_prob(chosen.sample()) * (returns - returns.mean()) / returns.std()).sum()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss, scale
+
+    return loop(policy, opt, step, wrap=_both_and(lambda: list(random.getstate()[1])))
+
+
+@ordinary
+def python_draws_in_the_middle() -> Loop:
+    random.seed(0)
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        hidden = model[0](x)
+        if random.uniform(0, 1) < 0.5:
+            hidden = 2 * hidden
+        loss = F.cross_entropy(model[2](model[1](hidden)), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step, wrap=_both_and(lambda: list(random.getstate()[1])))
+
+
+@ordinary
+def tracer_that_fails() -> Loop:
+    """By an error of torch's own, where there is none in eager."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        scale = torch.FloatTensor(collections.deque([2.0, 3.0])).to(x)
+        loss = F.cross_entropy(model(x), y) * scale.sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
