@@ -22,25 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat_dry_run, compat_inductor, slab_kernels
 from ..arena import WINDOW
-from ..between import host_call, in_its_place, read_by_program
-from ..compiled_pieces import Pieces, forget_pieces, stand_in, watch
+from ..compat import dry_run
+from ..compat import inductor as compat_inductor
 from ..errors import OptionError
 from ..finiteness import not_looking
-from ..inlining import inlined
 from ..liveness import timeline
-from ..pieces import (
-    Piece,
-    can_cut,
-    constant,
-    is_host,
-    is_view,
-    one_piece,
-    pieces,
-    root,
-)
-from ..read_back import read_back
+from ..lowering import slab_kernels
+from ..lowering.between import host_call, in_its_place, read_by_program
+from ..lowering.compiled_pieces import Pieces, forget_pieces, stand_in, watch
+from ..lowering.inlining import inlined
+from ..lowering.pieces import Piece, can_cut, constant, is_host, is_view, one_piece, pieces, root
+from ..lowering.read_back import read_back
 from ..step_graph import StepGraph, op_name
 from ..transfers import is_transfer
 
@@ -282,7 +275,7 @@ def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], va
 
         return run
 
-    with compat_dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [stand_in(v) for v in values]
         run = _load(text, {**objects, **{name: noting(name) for name in calls}})
         with watch(inputs) as seen:

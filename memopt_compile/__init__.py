@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         RankError,
         VerifyError,
     )
-    from .layered import explain_layers
     from .low_precision import dequantize_parameters_, quantize_parameters_
     from .measure import measure
     from .options import Options
-    from .timeline import draw
+    from .reporting.layered import explain_layers
+    from .reporting.timeline import draw
 
 # Loaded at first use: importing the package costs nothing beyond torch.
 _HOME = {
@@ -47,8 +47,8 @@ _HOME = {
     **dict.fromkeys(("quantize_parameters_", "dequantize_parameters_"), "low_precision"),
     "Options": "options",
     "measure": "measure",
-    "draw": "timeline",
-    "explain_layers": "layered",
+    "draw": "reporting.timeline",
+    "explain_layers": "reporting.layered",
     "shard_": "distributed.sharding",
     "planned_ranks": "distributed.planned",
 }

@@ -82,8 +82,8 @@ def _command(commands: Any, name: str, run: Callable, purpose: str) -> argparse.
 
 def _explain(parsed: argparse.Namespace) -> int:
     from .distributed.planned import planned_ranks
-    from .layered import explain_layers
     from .report import explain
+    from .reporting.layered import explain_layers
 
     options = dict(parsed.option)
     if parsed.dump is not None:
@@ -109,7 +109,7 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from .fitting import fit
+    from .reporting.fitting import fit
 
     step, args = _load(parsed.target)
     print(fit(step, args, parsed.memory, multiple_of=parsed.multiple_of, budgeted=parsed.budgeted,

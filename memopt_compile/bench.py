@@ -22,7 +22,7 @@ from tabulate import tabulate
 from .errors import InfeasibleBudget, MemoptError, OptionError
 from .measure import measure
 from .options import format_bytes
-from .timeline import draw
+from .reporting.timeline import draw
 
 TITLES = {"eager": "eager", "inductor": "torch.compile", "memopt": "memopt"}
 WAYS = {title: ("--measure", name) for name, title in TITLES.items()}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .compat_collectives import GATHERS_INTO
-from .compat_trace import hinted
+from .compat.collectives import GATHERS_INTO
+from .compat.trace import hinted
 
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of every ATen operator overload
 COLLECTIVES = "_c10d_functional"  # the namespace of operators that all ranks run together ..

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .compat_sizes import symbols_of_data
-from .compat_trace import hinted
+from .compat.sizes import symbols_of_data
+from .compat.trace import hinted
 from .quantization.activations import Packing
 from .quantization.named import FORMATS
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .collectives import is_collective, is_wait, launch_of, whole_bytes
-from .compat_trace import hinted, pytree, real_tensors
+from .compat.trace import hinted, pytree, real_tensors
 from .distributed import planned
 from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace

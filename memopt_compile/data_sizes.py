@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from .compat_breaks import (
+from .compat.breaks import (
     WITHOUT_SIZES,
     are_sizes_of_data_in_trace,
     demands_one_graph,
     restart_without_data_sizes,
     traced_now,
 )
-from .compat_sizes import (
+from .compat.sizes import (
     GuardOnDataDependentSymNode,
     always,
     at_most,

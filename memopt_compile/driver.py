@@ -22,24 +22,18 @@ from . import (
     build,
     capture,
     compat,
-    compat_breaks,
-    compat_data,
-    compat_dynamo,
-    compat_trace,
     data_sizes,
     devices,
-    loop_capture,
     loops,
     pipelines,
     programs,
-    read_later,
     replaced,
     second_derivative,
-    telling,
-    updates,
     zero,
 )
 from .backends import eager, inductor
+from .capture import iterations, read_later, telling, update_operator
+from .compat import breaks, data, dynamo, trace
 from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
 from .options import Options
@@ -105,7 +99,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
-    if kind == "model" and (notes.reason or notes.resumed) and compat_dynamo.backwards_apart(_results(gm)):
+    if kind == "model" and (notes.reason or notes.resumed) and dynamo.backwards_apart(_results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     if kind == "model":
@@ -130,7 +124,7 @@ def _read_later(gm: fx.GraphModule, kind: str, notes: capture.Notes) -> Callable
             raise read_later.Needed("there is no step")
         return read_later.take_out(gm, reads=notes.reads > 0)
     except read_later.Needed as error:
-        if notes.reads and not compat_breaks.demands_one_graph(notes.trace):
+        if notes.reads and not breaks.demands_one_graph(notes.trace):
             notes.read_at_once(error)
         return None
 
@@ -214,7 +208,7 @@ def _kind_line(kind: str, notes: capture.Notes) -> str:
         return "model mode (no backward in the graph): activations only"
     names = ", ".join(sorted({type(o).__name__ for o in notes.optimizers})) or "no optimizer"
     traced = f"{notes.backwards} backward(s)" + "".join(
-        f", {loop_capture.TRACED} of {len(loop.chunks)} micro-batches" for loop in notes.loops
+        f", {iterations.TRACED} of {len(loop.chunks)} micro-batches" for loop in notes.loops
         if loop.shortened)
     return f"whole-step mode: traced {traced}, {names}, in one graph"
 
@@ -227,12 +221,12 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         record.arena = arena.buffer_of(storages[0].parameter())
     _detach_outputs(gm, notes)
     compat.settle_unused_floats(gm)
-    compat_data.without_grad(gm.graph)
+    data.without_grad(gm.graph)
     gm.recompile()
     wholes: list[zero.Storage] = []
 
     def lower(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        module = updates.unfolded(module)
+        module = update_operator.unfolded(module)
         if record.lowering == "inductor":
             module = inductor.prepare(module)
         if loops.complete(module.graph) < notes.shortened:
@@ -256,13 +250,13 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
             raise _NotWhole
         data_sizes.check_squeezes(gm)
-        with compat_trace.for_the_eager_lowering() if eager_lowering else contextlib.nullcontext(), \
-                updates.folded(gm, example_inputs, decompositions):
+        with trace.for_the_eager_lowering() if eager_lowering else contextlib.nullcontext(), \
+                update_operator.folded(gm, example_inputs, decompositions):
             run = compat.aot_module_simplified(
                 gm, example_inputs, fw_compiler=differentiate, inference_compiler=lower,
                 keep_inference_input_mutations=True, decompositions=decompositions)
     except Exception as error:
-        unlike, views = _cause(error, loops.Unlike), compat_breaks.refuses_views(error)
+        unlike, views = _cause(error, loops.Unlike), breaks.refuses_views(error)
         if unlike or notes.shortened and (views or _caused_by(error, _NotWhole)):
             notes.trace_again(unlike or "the step is not whole")
         unbounded = _cause(error, data_sizes.REFUSED)
@@ -275,7 +269,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             ("", "an input of the step is a view of another that it changes",
              "give the step the tensor that is viewed, and take the view in it") if views else
             data_sizes.refusal(unbounded) if unbounded else _why_not_whole(gm))
-        if compat_breaks.demands_one_graph(notes.trace):
+        if breaks.demands_one_graph(notes.trace):
             raise CaptureError(why, where=f"{line or notes.where}, fullgraph=True", do=remedy) from None
         return _in_eager(gm, record, notes, why, remedy, line)
     if record.options.partition_activations:
@@ -294,7 +288,7 @@ def _why_not_whole(gm: fx.GraphModule) -> tuple[str, str, str]:
         if getattr(node.meta.get("example_value"), "requires_grad", False):
             return (_quoted(node), "the step returns a tensor that is still differentiable",
                     "detach it, or do its backward in the step")
-    return (_quoted(compat_data.write_that_is_followed(gm.graph)), "the step changes a tensor that autograd still follows",
+    return (_quoted(data.write_that_is_followed(gm.graph)), "the step changes a tensor that autograd still follows",
             "make such changes under torch.no_grad()")
 
 
@@ -344,7 +338,7 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
             pipelines.run(step, pipelines.default(record.options, "eager"))
         return eager.lower(step)
 
-    with compat_trace.for_the_eager_lowering(), compat_trace.no_donated_buffers():
+    with trace.for_the_eager_lowering(), trace.no_donated_buffers():
         return compat.aot_module_simplified(
             gm, example_inputs, fw_compiler=lower, bw_compiler=lower, inference_compiler=lower,
             partition_fn=compat.min_cut_partition, keep_inference_input_mutations=True)
@@ -357,7 +351,7 @@ def _detach_outputs(gm: fx.GraphModule, notes: capture.Notes) -> None:
     results = []
     for value in output.args[0]:
         fake = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-        if getattr(fake, "grad_fn", None) is not None and (not of_autograd or compat_dynamo.used_up(notes.trace, fake)):
+        if getattr(fake, "grad_fn", None) is not None and (not of_autograd or dynamo.used_up(notes.trace, fake)):
             with gm.graph.inserting_before(output):
                 detached = gm.graph.call_method("detach", (value,))
             detached.meta["example_value"] = fake.detach()

@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from .arena import WINDOW
-from .compat_trace import hinted
+from .compat.trace import hinted
 from .step_graph import Phase, StepGraph, nbytes, operands, storage_roots
 from .transfers import TO_HOST
 

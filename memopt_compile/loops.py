@@ -1,6 +1,6 @@
 """Complete a loop over micro-batches of which only three iterations were traced.
 
-The trace (`loop_capture`) holds iterations 0, 1 and 2, each begun by markers, and behind 1 and 2
+The trace (`capture.iterations`) holds iterations 0, 1 and 2, each begun by markers, and behind 1 and 2
 nodes that read what Python holds there, so that neither has lost what nobody read of it. With
 the nodes of 1 and 2 paired in order, what an iteration reads from outside itself is one of
 
@@ -23,7 +23,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from .compat_trace import pytree, real_tensors
+from .compat.trace import pytree, real_tensors
 from .data_sizes import makes_sizes
 from .step_graph import OPERATOR
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from torch import Tensor, finfo, nn, strided
 from torch.nn.parameter import is_lazy
 
-from . import compat_trace, replaced
+from . import replaced
+from .compat import trace
 from .distributed.storage import storage_of
 from .errors import QuantizationError
 from .quantization.formats import Linear
@@ -149,7 +150,7 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise refuse("is in low precision already", "call memopt.dequantize_parameters_ first")
     if is_lazy(p) or p.device.type == "meta":
         raise refuse("has no values yet", "run the model once, or load its weights, first")
-    fake = compat_trace.is_fake(p.data)  # of a model to be planned, which has no values
+    fake = trace.is_fake(p.data)  # of a model to be planned, which has no values
     if not (fake or type(p.data) is Tensor) or p.layout is not strided:
         raise refuse("is no ordinary dense tensor", "convert the model before it is wrapped or sharded")
     if p.is_complex():

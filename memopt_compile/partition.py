@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .collectives import GATHER, WAIT
-from .compat_trace import hinted
+from .compat.trace import hinted
 from .compression import is_dense, layout
 from .distributed.tensor_parallel import Group
 from .step_graph import Phase, StepGraph

@@ -48,8 +48,8 @@ from .passes.split_live_ranges import SplitLiveRanges
 from .passes.update_early import UpdateEarly
 from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
-from .planner import GAP
-from .rematerialization import Means
+from .planning.planner import GAP
+from .planning.rematerialization import Means
 from .step_graph import Role, StepGraph, mutated_args, storage_roots
 from .step_pass import PassRecord, StepPass
 

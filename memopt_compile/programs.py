@@ -18,19 +18,19 @@ from typing import Any
 import torch
 
 from . import data_sizes, devices, pipelines
-from .adaptation import Adaptive, Program, Watch
 from .backends import eager, inductor
-from .compat_sizes import polynomial
+from .compat.sizes import polynomial
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
+from .lowering.replaying import Replayed
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
 from .passes.rematerialize_free import RematerializeFree
+from .planning.adaptation import Adaptive, Program, Watch
 from .records import Compilation, captured_only, nothing_runs
-from .replaying import Replayed
 from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
 

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, compat_trace, dumping
-from .adaptation import Replan
+from . import compat
 from .arena import Buffer
+from .compat import trace
 from .errors import OptionError
 from .liveness import Timeline
+from .lowering.replaying import Replayed
 from .measure import measure
 from .options import Options
 from .pipelines import Heads
-from .render import Report
-from .replaying import Replayed
+from .planning.adaptation import Replan
+from .reporting import dumping
+from .reporting.render import Report
 from .shadow import GradientError
 from .step_graph import StepGraph, source_line
 
@@ -91,14 +93,14 @@ class Compilation:
         artifact = "memopt_before" if name == "captured" else f"memopt_after_{name}"
         debugging = log.isEnabledFor(logging.DEBUG)
         if self.options.dump is None and not debugging:  # Texts of large graphs take a while.
-            compat_trace.artifact(artifact, step.text)
+            trace.artifact(artifact, step.text)
             return
         text = step.text()
         numbered = f"{len(self.texts):02d}_{name}"
         self.texts[numbered] = text
         if self.options.dump is not None:
             dumping.write_graph(self, numbered, text)
-        compat_trace.artifact(artifact, lambda: text)
+        trace.artifact(artifact, lambda: text)
         if debugging:
             log.debug("%s: graph %s:\n%s", self.where, artifact.removeprefix("memopt_"), text)
 
@@ -116,7 +118,7 @@ class Compilation:
 
         def measured_once(inputs: list) -> Any:
             nonlocal waiting, warm
-            if not (waiting and warm) or compat_trace.profiler_active():
+            if not (waiting and warm) or trace.profiler_active():
                 warm = True
                 return run(inputs)
             waiting = False
@@ -144,7 +146,7 @@ class Compilation:
         Raises:
             OptionError: the folder cannot be written.
         """
-        compat_trace.artifact("memopt_report", lambda: str(Report.of(self)))
+        trace.artifact("memopt_report", lambda: str(Report.of(self)))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", Report.of(self))
         if self.options.dump is not None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
-from .explaining import explain
 from .records import Compilation, code_of, compilations, planning, remember
-from .render import LiveTensor, Report
+from .reporting.explaining import explain
+from .reporting.render import LiveTensor, Report
 
 __all__ = ["Compilation", "LiveTensor", "Report", "explain", "planning", "remember", "report"]
 

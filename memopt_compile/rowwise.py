@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat_sizes import symbols_of_data
+from .compat.sizes import symbols_of_data
 from .ordering import is_random
 from .step_graph import OPERATOR, mutated_args
 

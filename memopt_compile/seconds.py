@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from .compat_trace import float32_precision, hinted, pytree
+from .compat.trace import float32_precision, hinted, pytree
 from .step_graph import OPERATOR, aliased_args, is_collective, mutated_args, nbytes
 from .transfers import BEGINNINGS
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .compat_trace import float32_precision
+from .compat.trace import float32_precision
 from .devices import device_name
 
 log = logging.getLogger("memopt_compile")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat_trace import hinted, pytree
+from .compat.trace import hinted, pytree
 
 RANDOM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,7 +21,7 @@ def stand_ins(nest: Any, device: torch.device | str | None = None, random: bool 
     With `random`, floats are spread over [0, 1), for operators whose time depends on values, such as sorting: valid
     probabilities, and valid under roots. With `apart`, numbers are 1, 2 and so on, for operators that count what is
     not zero, or not the same.
-    Call it inside `compat_trace.real_tensors`.
+    Call it inside `compat.trace.real_tensors`.
     """
     def made(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -29,8 +29,8 @@ from .collectives import (
     is_collective,
     operands,
 )
-from .compat_sizes import polynomial
-from .compat_trace import GraphOnly, hinted
+from .compat.sizes import polynomial
+from .compat.trace import GraphOnly, hinted
 from .errors import VerifyError
 from .memory_plan import MemoryPlan
 

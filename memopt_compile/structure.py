@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from .pieces import body, label, longest_repetition
-from .rematerialization import Problem
+from .lowering.pieces import body, label, longest_repetition
+from .planning.rematerialization import Problem
 from .step_graph import Phase, StepGraph
 
 SHORTEST = 2  # operators: a linear layer and its activation

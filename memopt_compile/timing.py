@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat_trace import pytree, real_tensors
+from .compat.trace import pytree, real_tensors
 from .devices import free_bytes
 from .errors import OptionError
+from .lowering.pieces import label
 from .options import format_bytes
-from .pieces import label
 from .seconds import Seconds, computes, roofline
 from .seconds_cache import SecondsCache
 from .stand_ins import copies, stand_ins

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat_trace import pytree
+from .compat.trace import pytree
 from .errors import NumericsError
 from .records import Compilation
 

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, compat_data, compat_trace
+from . import compat
+from .compat import data, trace
 from .distributed import agreement, meeting
 from .distributed.lost import naming_the_lost
 from .distributed.reading import lost
@@ -67,7 +68,7 @@ def check_writes(gm: fx.GraphModule, quoted: Callable[[fx.Node], str]) -> None:
     Raises:
         OptionError: it does, in the line that `quoted` gives.
     """
-    if (found := compat_data.write_of_gathered(gm.graph)) is not None:
+    if (found := data.write_of_gathered(gm.graph)) is not None:
         written, parameter = found
         storage = storage_of(parameter.meta.get("example_value"))
         raise lost(storage.name if storage else "", quoted(written))
@@ -139,7 +140,7 @@ def together(lower: Callable[[], Callable], record: Compilation, mesh: Any, fram
     known = _agreed.setdefault(frame, {}).setdefault(repr(record.options), [])
 
     def compare(lines: list[str]) -> None:
-        with compat_trace.real_tensors(), naming_the_lost(mesh, record.where):  # torch is tracing
+        with trace.real_tensors(), naming_the_lost(mesh, record.where):  # torch is tracing
             meeting.come_together(f"compiles the step {record.where}", mesh, record.where, "compiles")
             agreement.compare(lines, mesh, "the collectives of the step", record.where,
                               "compile the same step, with the same options, on every rank")

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, fx
 
 from memopt_compile.collectives import GATHER, is_wait, launch_of
-from memopt_compile.compat_sizes import polynomial
+from memopt_compile.compat.sizes import polynomial
 from memopt_compile.step_graph import (
     StepGraph,
     aliased_args,

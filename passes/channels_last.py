@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile.compat_trace import pytree
+from memopt_compile.compat.trace import pytree
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import is_random, weight
 from memopt_compile.step_graph import OPERATOR, StepGraph, aliased_args

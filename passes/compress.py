@@ -24,8 +24,8 @@ from torch import fx
 
 from memopt_compile.collectives import arrived
 from memopt_compile.compression import COMPRESS, DECOMPRESS, layout
-from memopt_compile.recomputing import last_of_forward, parts, recompute
-from memopt_compile.rematerialization import PUT_AWAY
+from memopt_compile.planning.recomputing import last_of_forward, parts, recompute
+from memopt_compile.planning.rematerialization import PUT_AWAY
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
 

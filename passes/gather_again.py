@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from memopt_compile.collectives import GATHER, waits_of
+from memopt_compile.planning.recomputing import recompute
 from memopt_compile.quantization.operators import DEQUANTIZE
-from memopt_compile.recomputing import recompute
 from memopt_compile.step_graph import Phase, Role, StepGraph, aliased_args, mutated_args
 from memopt_compile.step_pass import StepPass
 

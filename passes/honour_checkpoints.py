@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from memopt_compile.recomputing import checkpointed, parts, recompute
-from memopt_compile.rematerialization import problem
+from memopt_compile.planning.recomputing import checkpointed, parts, recompute
+from memopt_compile.planning.rematerialization import problem
 from memopt_compile.step_graph import Phase, StepGraph, aliased_args
 from memopt_compile.step_pass import StepPass
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from memopt_compile.collectives import arrived
-from memopt_compile.recomputing import last_of_forward, parts, recompute
+from memopt_compile.planning.recomputing import last_of_forward, parts, recompute
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 from memopt_compile.transfers import ARRIVED, FROM_HOST, HOST, SENT, TO_HOST, fetched, sent_to_host

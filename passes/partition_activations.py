@@ -24,7 +24,7 @@ from torch import fx
 
 from memopt_compile.collectives import arrived
 from memopt_compile.partition import PART, RANKS, RANKS_HOST, gathered
-from memopt_compile.recomputing import last_of_forward, parts, recompute
+from memopt_compile.planning.recomputing import last_of_forward, parts, recompute
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 from memopt_compile.transfers import fetched, sent_to_host

@@ -45,9 +45,9 @@ from memopt_compile.liveness import (
     resident_bytes,
     timeline,
 )
+from memopt_compile.lowering.writing import writing_form
 from memopt_compile.step_graph import OPERATOR, Input, Role, StepGraph, storage_roots
 from memopt_compile.step_pass import StepPass
-from memopt_compile.writing import writing_form
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHERS = c10d.all_gather_into_tensor_coalesced.default

@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from memopt_compile import planner
 from memopt_compile.liveness import no_workspace, resident_bytes, timeline
 from memopt_compile.memory_plan import Decision, MemoryPlan
-from memopt_compile.rematerialization import ALL_EXACT, PUT_AWAY, Means, Problem, problem
+from memopt_compile.planning import planner
+from memopt_compile.planning.rematerialization import ALL_EXACT, PUT_AWAY, Means, Problem, problem
 from memopt_compile.step_graph import Phase, StepGraph, describe, source_line
 from memopt_compile.step_pass import StepPass
 from memopt_compile.structure import groups

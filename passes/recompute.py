@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from memopt_compile.recomputing import parts, recompute
+from memopt_compile.planning.recomputing import parts, recompute
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 

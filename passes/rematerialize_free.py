@@ -32,7 +32,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import fuses, reduces_little, weight
-from memopt_compile.recomputing import kept_by_the_user, overwritten_early, recompute
+from memopt_compile.planning.recomputing import kept_by_the_user, overwritten_early, recompute
 from memopt_compile.step_graph import (
     Phase,
     StepGraph,

@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.compat_sizes import symbols_of_data
+from memopt_compile.compat.sizes import symbols_of_data
 from memopt_compile.liveness import no_workspace, timeline
-from memopt_compile.recomputing import checkpointed
+from memopt_compile.planning.recomputing import checkpointed
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, fx
 
 from memopt_compile.collectives import readers
-from memopt_compile.compat_sizes import polynomial
+from memopt_compile.compat.sizes import polynomial
+from memopt_compile.lowering.writing import writing_form
 from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
 from memopt_compile.step_pass import StepPass
-from memopt_compile.writing import writing_form
 
 aten = torch.ops.aten
 

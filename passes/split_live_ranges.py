@@ -30,7 +30,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes, live_bytes, no_workspace
 from memopt_compile.ordering import fuses
-from memopt_compile.recomputing import kept_by_the_user
+from memopt_compile.planning.recomputing import kept_by_the_user
 from memopt_compile.step_graph import StepGraph, mutated_args, storage_roots
 from memopt_compile.step_pass import StepPass
 

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import ordinary_step  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile.adaptation import (  # noqa: E402
+from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
+from memopt_compile.planning.adaptation import (
     OUTLIER_COLUMNS,
     WATCHED,
     Adaptive,
@@ -21,7 +22,6 @@ from memopt_compile.adaptation import (  # noqa: E402
     Watched,
     level,
 )
-from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
 
 PLAN = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset())
 

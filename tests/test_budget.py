@@ -17,9 +17,9 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile import devices
-from memopt_compile.frontier import Frontier
 from memopt_compile.quantization.named import FORMATS
 from memopt_compile.records import compilations
+from memopt_compile.reporting.frontier import Frontier
 
 # By a name of its own: the coverage tests have a module `models` too.
 SPEC = importlib.util.spec_from_file_location(

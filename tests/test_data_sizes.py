@@ -12,7 +12,7 @@ from torch import nn
 import memopt_compile as memopt
 from memopt_compile import driver
 from memopt_compile.backends import inductor
-from memopt_compile.render import Report
+from memopt_compile.reporting.render import Report
 
 ROWS, WIDTH = 64, 32
 

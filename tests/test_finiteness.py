@@ -16,14 +16,14 @@ from graphs import by_hand, captured, gradient, seed, two_layers, values_for  # 
 
 from memopt_compile.backends import eager, inductor  # noqa: E402
 from memopt_compile.finiteness import NotFinite  # noqa: E402
-from memopt_compile.inlining import inlined  # noqa: E402
+from memopt_compile.lowering.inlining import inlined  # noqa: E402
+from memopt_compile.lowering.pieces import can_cut  # noqa: E402
 from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
 from memopt_compile.passes import check_finite  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.check_finite import CheckFinite  # noqa: E402
 from memopt_compile.passes.compress import Compress  # noqa: E402
 from memopt_compile.passes.update_in_place import UpdateInPlace  # noqa: E402
-from memopt_compile.pieces import can_cut  # noqa: E402
 from memopt_compile.step_graph import Role  # noqa: E402
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile.fitting import fit, resized
+from memopt_compile.reporting.fitting import fit, resized
 
 
 def training(branches: bool = False, layers: int = 1):

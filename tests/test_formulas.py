@@ -14,9 +14,9 @@ from torch import nn
 
 import memopt_compile as memopt
 from memopt_compile import driver, records
-from memopt_compile.formulas import largest, peak_formula, symbols
 from memopt_compile.liveness import timeline
 from memopt_compile.report import Report
+from memopt_compile.reporting.formulas import largest, peak_formula, symbols
 
 SPEC = importlib.util.spec_from_file_location(
     "example_models", Path(__file__).parents[1] / "examples" / "models.py")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt_compile.measure import measure, tensor_bytes
-from memopt_compile.timeline import draw
+from memopt_compile.reporting.timeline import draw
 
 MIB = 2**20
 

@@ -15,15 +15,15 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import training_step  # noqa: E402
 
-from memopt_compile import planner  # noqa: E402
-from memopt_compile.mending import _excess, mended  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
-from memopt_compile.rematerialization import Means, fingerprint, problem, simulate  # noqa: E402
+from memopt_compile.planning import planner  # noqa: E402
+from memopt_compile.planning.mending import _excess, mended  # noqa: E402
+from memopt_compile.planning.rematerialization import Means, fingerprint, problem, simulate  # noqa: E402
+from memopt_compile.planning.trials import Trials  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.structure import groups  # noqa: E402
-from memopt_compile.trials import Trials  # noqa: E402
 
 
 class Unrolled(nn.Module):

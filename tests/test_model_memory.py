@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile.model_memory import EIGHT, FOLDED, FREED, FULL, LEFT
 from memopt_compile.options import format_bytes
+from memopt_compile.reporting.model_memory import EIGHT, FOLDED, FREED, FULL, LEFT
 
 optim, WIDTH, LAYERS = memopt.optim, 64, 3
 ELEMENTS = LAYERS * WIDTH**2

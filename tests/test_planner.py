@@ -15,7 +15,6 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import outcome, training_step, values_for  # noqa: E402
 
-from memopt_compile import planner  # noqa: E402
 from memopt_compile.backends import eager  # noqa: E402
 from memopt_compile.liveness import timeline  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
@@ -25,7 +24,8 @@ from memopt_compile.passes.recompute import Recompute  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
-from memopt_compile.rematerialization import Means, problem, simulate  # noqa: E402
+from memopt_compile.planning import planner  # noqa: E402
+from memopt_compile.planning.rematerialization import Means, problem, simulate  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.structure import groups, halves  # noqa: E402
 

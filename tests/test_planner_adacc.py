@@ -28,12 +28,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import training_step  # noqa: E402
 
-from memopt_compile import planner  # noqa: E402
 from memopt_compile.passes.canonicalize import Canonicalize  # noqa: E402
 from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E402
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
-from memopt_compile.rematerialization import problem, simulate  # noqa: E402
+from memopt_compile.planning import planner  # noqa: E402
+from memopt_compile.planning.rematerialization import problem, simulate  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.step_graph import Phase  # noqa: E402
 from memopt_compile.structure import groups, repeats  # noqa: E402

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_compile import explaining, pipelines, programs
+from memopt_compile import pipelines, programs
 from memopt_compile.costs import workspace
 from memopt_compile.liveness import timeline
+from memopt_compile.reporting import explaining
 
 
 def captured():

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt_compile.backends import inductor
-from memopt_compile.read_back import read_back
+from memopt_compile.lowering.read_back import read_back
 from memopt_compile.step_graph import StepGraph
 
 

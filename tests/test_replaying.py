@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt_compile as memopt
-from memopt_compile.compat_dry_run import FakeTensorMode
-from memopt_compile.replaying import RECORDINGS, WARM, Replayed, obstacle
+from memopt_compile.compat.dry_run import FakeTensorMode
+from memopt_compile.lowering.replaying import RECORDINGS, WARM, Replayed, obstacle
 from memopt_compile.step_graph import Input, Role, StepGraph
 
 # ------------------------------------------------------------------------ what stands in the way

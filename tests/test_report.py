@@ -302,7 +302,7 @@ def test_graphs_are_dumped_as_they_come(tmp_path):
 
 
 def test_graph_texts_are_not_made_unless_wanted(monkeypatch):
-    monkeypatch.setattr("memopt_compile.compat_trace.artifact", lambda name, text: None)
+    monkeypatch.setattr("memopt_compile.compat.trace.artifact", lambda name, text: None)
     monkeypatch.setattr(Graph, "text", None)
     record = Compilation("step", Options(), "eager")
     record.observe("captured", Graph())
@@ -320,7 +320,7 @@ def test_debug_log_shows_graphs(caplog):
 
 def test_structured_trace_has_the_artifacts(monkeypatch):
     found = {}
-    monkeypatch.setattr("memopt_compile.compat_trace.artifact",
+    monkeypatch.setattr("memopt_compile.compat.trace.artifact",
                         lambda name, text: found.update({name: text()}))
     record = Compilation("step", Options(), "eager")
     for name in ("captured", "reorder"):

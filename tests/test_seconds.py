@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from memopt_compile import seconds
-from memopt_compile.compat_trace import float32_precision
+from memopt_compile.compat.trace import float32_precision
 from memopt_compile.seconds import A100, CPU, GPUS, Roofline, flops, roofline
 from memopt_compile.seconds_cache import setup
 

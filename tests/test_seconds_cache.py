@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memopt_compile import devices, seconds_cache
-from memopt_compile.pieces import label
+from memopt_compile.lowering.pieces import label
 from memopt_compile.seconds_cache import SecondsCache
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compiled_pieces
 from memopt_compile.backends import inductor
-from memopt_compile.compat_inductor import STORE
+from memopt_compile.compat.inductor import STORE
+from memopt_compile.lowering import compiled_pieces
+from memopt_compile.lowering.storing import store_before_updates, store_between
 from memopt_compile.step_graph import StepGraph
-from memopt_compile.storing import store_before_updates, store_between
 
 GIVEN = torch.randn(256, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
 

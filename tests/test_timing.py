@@ -14,8 +14,8 @@ from graphs import by_hand, mlp, ordinary_step, training_step  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
 from memopt_compile import timing  # noqa: E402
-from memopt_compile.pieces import label  # noqa: E402
-from memopt_compile.rematerialization import Means, problem  # noqa: E402
+from memopt_compile.lowering.pieces import label  # noqa: E402
+from memopt_compile.planning.rematerialization import Means, problem  # noqa: E402
 from memopt_compile.seconds import computes, roofline  # noqa: E402
 
 CPU = torch.device("cpu")

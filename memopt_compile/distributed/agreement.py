@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import compat_trace
 from ..collectives import is_collective
+from ..compat import trace
 from ..errors import RankError
 from . import planned
 
@@ -91,7 +91,7 @@ def exchange(value: Any, mesh: Any) -> list[Any]:
     for dim in reversed(range(mesh.ndim)):
         gathered: list[Any] = [found] * mesh.size(dim)
         if not planned.active():
-            with compat_trace.dispatched_by_cpp():
+            with trace.dispatched_by_cpp():
                 torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
         found = [each for part in gathered for each in part]
     return found

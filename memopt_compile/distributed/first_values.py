@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from .. import compat_trace
+from ..compat import trace
 from ..errors import OptionError
 from ..quantization.parameters import LowPrecisionTensor
 
@@ -30,7 +30,7 @@ def become_the_first(t: Tensor, shard: Any, replicas: Any) -> None:
         for part in t.parts:
             become_the_first(part, shard, replicas)
         return
-    if type(t) not in (Tensor, nn.Parameter) and not compat_trace.is_fake(t) or t.layout is not torch.strided:
+    if type(t) not in (Tensor, nn.Parameter) and not trace.is_fake(t) or t.layout is not torch.strided:
         return
     for dim in range(t.dim()):
         if t.stride(dim) == 0:  # one element is read as many, and written once
@@ -65,7 +65,7 @@ def materialize(path: str, module: nn.Module, mesh: Any, known: Container[Tensor
         slots[name] = made[t]
     if not made:
         return
-    if any(compat_trace.is_fake(t) for t in made.values()):  # of a plan, without values
+    if any(trace.is_fake(t) for t in made.values()):  # of a plan, without values
         module.reset_parameters()
         return
     state = _random(mesh.device_type)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import compat_trace
+from ..compat import trace
 from ..errors import RankError
 from .agreement import numbers
 
@@ -53,7 +53,7 @@ def _silent(mesh: Any) -> list[int] | None:
     others = [rank for rank in numbers(mesh) if rank != torch.distributed.get_rank()]
     end = time.monotonic() + PATIENCE_SECONDS
     try:
-        store = compat_trace.default_store()
+        store = trace.default_store()
         store.set(_word(torch.distributed.get_rank()), "")
         while others and time.monotonic() < end:
             others = [rank for rank in others if not store.check([_word(rank)])]

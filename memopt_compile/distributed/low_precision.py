@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from .. import compat_subclass
 from ..collectives import WAIT
+from ..compat import subclass
 from ..quantization.formats import Linear
 from ..quantization.linear import TOGETHER
 from ..quantization.operators import dequantize
@@ -90,7 +90,7 @@ class OnItsWay(LowPrecisionTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = compat_subclass.on_tensors(cls, _landed, (args, kwargs or {}))
+        args, kwargs = subclass.on_tensors(cls, _landed, (args, kwargs or {}))
         return args[0] if func is WAIT else func(*args, **kwargs)
 
 

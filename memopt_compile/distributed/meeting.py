@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import compat_trace
+from ..compat import trace
 from ..errors import RankError
 from . import planned
 from .agreement import numbers
@@ -55,7 +55,7 @@ def _exchanged(buffers: list[Tensor], mine: list[int], mesh: Any, replicas: bool
     for place, value in enumerate(mine):
         buffers[0][place] = value
     for dim, (some, more) in zip(reversed(range(mesh.ndim)), itertools.pairwise(buffers)):
-        with compat_trace.dispatched_by_cpp():
+        with trace.dispatched_by_cpp():
             gather(more, some, group=mesh.get_group(dim))
         if not replicas and len(set(alike := more.tolist())) == 1:
             return alike

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from .. import compat_trace
+from ..compat import trace
 from ..errors import OptionError
 
 _active = False
@@ -47,11 +47,11 @@ def planned_ranks(count: int, device_type: str = "cpu") -> Iterator[Any]:
     if torch.distributed.is_initialized():
         raise OptionError("this process has a process group", where=where,
                           do="plan in a process of its own, without torchrun")
-    compat_trace.start_fake_group(count)
+    trace.start_fake_group(count)
     _active = True
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh(device_type, (count,))
-        with compat_trace.fake_tensors(), _meshes_have_values():
+        with trace.fake_tensors(), _meshes_have_values():
             yield mesh
     finally:
         _active = False
@@ -65,9 +65,9 @@ def _meshes_have_values() -> Iterator[None]:
 
     def real(method: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with compat_trace.real_tensors():
+            with trace.real_tensors():
                 ranks = kwargs.get("_rank_map")
-                if ranks is not None and compat_trace.is_fake(ranks):
+                if ranks is not None and trace.is_fake(ranks):
                     kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
                 return method(*args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 It is a value, not the parameter. What is written into it would be lost, and nothing would say so: eager code
 gets a `Gathered` instead, which refuses that, and in a step that is compiled the write is found in its graph
-(`compat_data.write_of_gathered`).
+(`compat.data.write_of_gathered`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .. import compat_subclass
+from ..compat import subclass
 from ..errors import OptionError
 from . import meeting, redistributing
 from .copying import copied as copied_tensor
@@ -38,7 +38,7 @@ class Gathered(Tensor):
         kwargs = kwargs or {}
         if (written := _written(func, args, kwargs)) is not None:
             raise lost(written.read_from, f"{getattr(func, '__name__', func)}(..)")
-        result = compat_subclass.no_torch_function(func, types, args, kwargs)
+        result = subclass.no_torch_function(func, types, args, kwargs)
         if func == Tensor.detach or func == Tensor.data.__get__:  # the same memory
             return gathered(result, args[0].read_from)
         return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compat_trace
+from ..compat import trace
 from ..errors import OptionError, RankError
 from ..optim.base import Optimizer
 from ..optim.factors import FactoredOptimizer
@@ -120,7 +120,7 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
         if isinstance(p, DTensor):
             raise _refusal(f"{name} is a DTensor with placements {tuple(p.placements)}",
                            "shard plain parameters: other placements are not in this version")
-        if type(p) not in (nn.Parameter, Tensor, LowPrecisionTensor) and not compat_trace.is_fake(p):
+        if type(p) not in (nn.Parameter, Tensor, LowPrecisionTensor) and not trace.is_fake(p):
             raise _refusal(f"{name} is a {type(p).__name__}", "give it its values before, and no "
                            "storage format of its own")
         if not p.is_meta and p.device.type != mesh.device_type:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import compat, compat_trace
+from .. import compat
+from ..compat import trace
 from ..errors import OptionError, RankError
 from ..step_graph import Role, StepGraph, describe, op_name
 from . import agreement, planned
@@ -41,7 +42,7 @@ class Group:
 
     def exchange(self, value: Any) -> list[Any]:
         """What all ranks give, while torch may be tracing."""
-        with compat_trace.real_tensors():
+        with trace.real_tensors():
             return agreement.exchange(value, self.mesh)
 
 
@@ -69,7 +70,7 @@ def group_of(step: StepGraph, origin: Origin, where: str) -> Group:
                               do="give init_device_mesh mesh_dim_names")
         mesh = mesh[mesh.mesh_dim_names[dim]]
     group = Group(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), mesh)
-    with compat_trace.real_tensors():  # torch is tracing
+    with trace.real_tensors():  # torch is tracing
         mine = [_value(step, i, origin, shared, dim) for i in range(len(step.inputs))]
     mine.append(" ".join(digest(state) for state in _generators()))
     everyone = group.exchange((mine, [f"{op_name(node)}: {describe(node)}" for node in step.graph.nodes]))
@@ -97,9 +98,9 @@ def _value(step: StepGraph, position: int, origin: Origin, shared: Any, dim: int
 def digest(tensor: Tensor) -> str:
     """Type, shape and bytes as text; of a plan for ranks that are not there no bytes."""
     said = f"{tensor.dtype} {tuple(tensor.shape)} "
-    if compat_trace.is_fake(tensor):
+    if trace.is_fake(tensor):
         return said
-    with compat_trace.real_tensors():
+    with trace.real_tensors():
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return said + hashlib.sha256(plain.numpy()).hexdigest()
 

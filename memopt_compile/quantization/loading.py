@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat_subclass
+from ..compat import subclass
 
 
 class Part(Tensor):
     """A view of values; a copy into it calls `written`."""
 
-    __torch_function__ = compat_subclass.no_torch_function
+    __torch_function__ = subclass.no_torch_function
     written: Callable[[], Any]
 
     def narrow(self, dim: int, start: Any, length: int) -> Part:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import compat_subclass
+from ..compat import subclass
 from ..errors import QuantizationError
 from .formats import Linear
 from .loading import Loading
@@ -34,7 +34,7 @@ NAMES = ("low", "high", "scales", "draws")
 class LowPrecisionTensor(Tensor):
     """A tensor of this size and type, kept in `parts`: the parts of `form`, and `draws`."""
 
-    __torch_function__ = compat_subclass.no_torch_function
+    __torch_function__ = subclass.no_torch_function
 
     form: Linear
     loading: Loading | None = None
@@ -42,7 +42,7 @@ class LowPrecisionTensor(Tensor):
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], form: Linear, size: Sequence[int], dtype: torch.dtype,
                 requires_grad: bool = False) -> LowPrecisionTensor:
-        self = compat_subclass.wrapper(cls, size, dtype, parts[0].device, requires_grad)
+        self = subclass.wrapper(cls, size, dtype, parts[0].device, requires_grad)
         self.form = form
         for name, part in zip(_names(form), parts):
             setattr(self, name, part)
@@ -157,7 +157,7 @@ class LowPrecisionTensor(Tensor):
                 values[id(t)] = t.like_this(t.parts, dtype=dtype).dequantize()
             return values[id(t)]
 
-        args, kwargs = compat_subclass.on_tensors(Tensor, operand, (args, kwargs))
+        args, kwargs = subclass.on_tensors(Tensor, operand, (args, kwargs))
         result = func(*args, **kwargs)
         for t in written:
             t.copy_(values[id(t)])

@@ -10,8 +10,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt_compile import compat_dry_run, compat_inductor, compiled_pieces
 from memopt_compile.backends import eager, inductor
+from memopt_compile.compat import dry_run
+from memopt_compile.compat import inductor as compat_inductor
+from memopt_compile.lowering import compiled_pieces
 from memopt_compile.measure import measure
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes
 
@@ -308,6 +310,6 @@ def test_kernels_that_fail_later_are_not_kept(four, monkeypatch):
 def test_a_dry_run_reads_no_number_for_a_triton_kernel():
     source = ("def call(args):\n    x, = args\n    buf = empty_strided_cpu((3,), (1,), torch.float32)\n"
               "    kernel.run(buf, x.item(), 3, stream=stream0)\n    return (buf,)\n")
-    with compat_dry_run.FakeTensorMode():
-        made, = compat_dry_run.dry_call(source)([torch.empty(())])
+    with dry_run.FakeTensorMode():
+        made, = dry_run.dry_call(source)([torch.empty(())])
     assert made.shape == (3,)

@@ -14,8 +14,9 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt_compile as memopt
-from memopt_compile import compat_dry_run, compat_inductor, compat_kernels
 from memopt_compile.backends import inductor
+from memopt_compile.compat import dry_run, kernels
+from memopt_compile.compat import inductor as compat_inductor
 
 pytestmark = [
     pytest.mark.inductor,
@@ -71,13 +72,13 @@ def test_loops_of_a_cpu_are_freed_between():
     module = make_fx(pooled_again_and_again, decomposition_table=inductor.decompositions(),
                      tracing_mode="fake")(torch.randn(8, 64))
     peaks = []
-    for scope in (contextlib.nullcontext, compat_kernels.as_memopt_wants):
+    for scope in (contextlib.nullcontext, kernels.as_memopt_wants):
         with mock.patch.object(compat_inductor, "as_memopt_wants", scope), \
                 inductor_config.patch(force_disable_caches=True):
             _, source = compat_inductor.compile_graph(copy.deepcopy(module))
-            with compat_dry_run.FakeTensorMode(), compat_dry_run.AllocationWatch(
+            with dry_run.FakeTensorMode(), dry_run.AllocationWatch(
                     (), lambda *_: 0) as watch:
-                compat_dry_run.dry_call(source)([torch.empty(8, 64)])
+                dry_run.dry_call(source)([torch.empty(8, 64)])
         peaks.append(watch.peak_bytes)
     assert peaks[1] < 0.7 * peaks[0]
 
@@ -86,15 +87,15 @@ def test_caches_on_disk_know_the_processor(monkeypatch):
     tags = set()
     for width in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", width.lower)
-        tags.add(compat_kernels.cache_tag())
+        tags.add(kernels.cache_tag())
     assert len(tags) == 2
 
 
 def test_caches_on_disk_know_the_version_of_what_changes_inductor():
     before = torch.compiler.config.cache_key_tag
-    with compat_kernels.as_memopt_wants():
+    with kernels.as_memopt_wants():
         assert torch.compiler.config.cache_key_tag.startswith(before)
-        assert compat_kernels.cache_tag() in torch.compiler.config.cache_key_tag
+        assert kernels.cache_tag() in torch.compiler.config.cache_key_tag
     assert torch.compiler.config.cache_key_tag == before
 
 
@@ -242,12 +243,12 @@ def test_peak_of_branches_and_loops_is_predicted():
     module = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")(x)
     with inductor_config.patch(force_disable_caches=True):
         made, source = compat_inductor.compile_graph(module)
-    assert compat_dry_run.branches(source) == (True, False)
+    assert dry_run.branches(source) == (True, False)
     for branch, given in ((True, x.abs()), (False, -x.abs())):
-        with compat_dry_run.FakeTensorMode():
+        with dry_run.FakeTensorMode():
             x = torch.empty(64, 64)
-            with compat_dry_run.AllocationWatch([x], lambda *_: 0) as watch:
-                compat_dry_run.dry_call(source, branch)([x])
+            with dry_run.AllocationWatch([x], lambda *_: 0) as watch:
+                dry_run.dry_call(source, branch)([x])
         assert watch.peak_bytes == memopt.measure(made, [given]).transient_peak_bytes
         torch.testing.assert_close(made([given]), step(given))
 
@@ -256,11 +257,11 @@ def peaks_by_rule(name: str, step: Callable, *given: Tensor) -> tuple[int, int]:
     """Peak bytes of `step` as one graph, without a rule and with it, after its numbers were compared."""
     module = make_fx(step, decomposition_table=inductor.decompositions(), tracing_mode="fake")(*given)
     peaks = []
-    for rule in (contextlib.nullcontext, getattr(compat_kernels, name)):
-        with mock.patch.object(compat_kernels, name, rule), inductor_config.patch(force_disable_caches=True):
+    for rule in (contextlib.nullcontext, getattr(kernels, name)):
+        with mock.patch.object(kernels, name, rule), inductor_config.patch(force_disable_caches=True):
             made, source = compat_inductor.compile_graph(copy.deepcopy(module))
-        with compat_dry_run.FakeTensorMode(), compat_dry_run.AllocationWatch((), lambda *_: 0) as watch:
-            compat_dry_run.dry_call(source)([torch.empty(value.shape, dtype=value.dtype) for value in given])
+        with dry_run.FakeTensorMode(), dry_run.AllocationWatch((), lambda *_: 0) as watch:
+            dry_run.dry_call(source)([torch.empty(value.shape, dtype=value.dtype) for value in given])
         peaks.append(watch.peak_bytes)
         torch.testing.assert_close(tuple(made(list(given))), step(*given))
     return tuple(peaks)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from memopt_compile.pieces import (
+from memopt_compile.lowering.pieces import (
     body,
     can_cut,
     is_view,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_compile import update_capture, updates
+from memopt_compile.capture import update_copies, update_operator
 
 EAGER = {"lowering": "eager"}
 
@@ -44,11 +44,11 @@ def trained(make, monkeypatch, one_by_one: bool, **options):
         opt.zero_grad()
         return loss
 
-    made = updates.Update
+    made = update_operator.Update
     with monkeypatch.context() as patch:
         if one_by_one:
-            patch.setattr(update_capture, "each_kind_once", lambda trace, tx, args, gaps: trace(args))
-        patch.setattr(updates, "Update", lambda *args: kinds.append(made(*args)) or kinds[-1])
+            patch.setattr(update_copies, "each_kind_once", lambda trace, tx, args, gaps: trace(args))
+        patch.setattr(update_operator, "Update", lambda *args: kinds.append(made(*args)) or kinds[-1])
         fast = torch.compile(step, backend="memopt", options={**EAGER, **options}, fullgraph=True)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):

@@ -28,7 +28,7 @@ from data import random_batch, shakespeare  # noqa: E402
 from models import GPT, GPTConfig  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile.adaptation import Adaptive  # noqa: E402
+from memopt_compile.planning.adaptation import Adaptive  # noqa: E402
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt_compile as memopt
-from memopt_compile.fitting import resized
+from memopt_compile.reporting.fitting import resized
 
 HEAD = ("model", "bytes, MiB", "eager", "checkpoints", "memopt", "of eager", "of checkpoints", "measured, MiB",
         "added, ms")

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile import explaining  # noqa: E402
+from memopt_compile.reporting import explaining  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 
 SHARES = (0.95, 0.86, 0.77, 0.68, 0.59, 0.5, 0.41, 0.32, 0.23, 0.14)

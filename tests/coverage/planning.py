@@ -14,8 +14,8 @@ import budget
 from tabulate import tabulate
 
 import memopt_compile as memopt
-from memopt_compile import planner
-from memopt_compile.rematerialization import Problem
+from memopt_compile.planning import planner
+from memopt_compile.planning.rematerialization import Problem
 
 SHARES = (0.9, 0.7, 0.5)
 

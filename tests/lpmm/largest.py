@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 import memopt_compile as memopt
-from memopt_compile.explaining import planned
+from memopt_compile.reporting.explaining import planned
 from memopt_compile.step_graph import Phase
 
 GIB, LENGTH, WIDTH, LAYERS, HEAD = 11, 128, 1024, 24, 64

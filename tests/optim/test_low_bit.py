@@ -13,8 +13,9 @@ from loops import plain
 from test_capture import in_one_graph
 from training import difference, give_gradients, parameters, states, train
 
-from memopt_compile import optim, report, slab_kernels
+from memopt_compile import optim, report
 from memopt_compile.errors import OptimizerError
+from memopt_compile.lowering import slab_kernels
 from memopt_compile.measure import measure
 from memopt_compile.optim import slabs
 from memopt_compile.quantization import arithmetic, tables

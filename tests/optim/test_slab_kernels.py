@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import memopt_compile as memopt
-from memopt_compile import optim, slab_kernels
+from memopt_compile import optim
+from memopt_compile.lowering import slab_kernels
+from memopt_compile.lowering.slab_kernels import compiled_update, compiled_update_
 from memopt_compile.optim.one_operator import KEPT, quantized_update
-from memopt_compile.slab_kernels import compiled_update, compiled_update_
 
 pytestmark = pytest.mark.inductor
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(

@@ -10,6 +10,7 @@ from graphs import by_hand, gradient, seed
 
 from memopt_compile import costs, programs
 from memopt_compile.errors import OptionError
+from memopt_compile.lowering.pieces import cut_points
 from memopt_compile.memory_plan import MemoryPlan
 from memopt_compile.options import Options
 from memopt_compile.ordering import is_collective, predecessors
@@ -17,7 +18,6 @@ from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.check_finite import CheckFinite
 from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.rematerialize_free import fuses
-from memopt_compile.pieces import cut_points
 from memopt_compile.records import Compilation
 from memopt_compile.step_graph import WAIT, storage_roots
 

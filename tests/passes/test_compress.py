@@ -19,14 +19,14 @@ from torch import nn
 from memopt_compile.backends import eager, inductor
 from memopt_compile.liveness import timeline
 from memopt_compile.memory_plan import MemoryPlan
-from memopt_compile.packing import candidates
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
-from memopt_compile.rematerialization import Means
-from memopt_compile.sensitivity import Sensitivity, Use, sensitivity
+from memopt_compile.planning.packing import candidates
+from memopt_compile.planning.rematerialization import Means
+from memopt_compile.planning.sensitivity import Sensitivity, Use, sensitivity
 from memopt_compile.step_graph import Phase
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from memopt_compile.passes.overlap_transfers import OverlapTransfers
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.planning.rematerialization import Means
 from memopt_compile.records import Compilation
-from memopt_compile.rematerialization import Means
 from memopt_compile.transfers import ARRIVED, FROM_HOST, SENT, TO_HOST
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -18,8 +18,9 @@ from graphs import (
     values_for,
 )
 
-from memopt_compile import compat_trace, partition
+from memopt_compile import partition
 from memopt_compile.backends import eager
+from memopt_compile.compat import trace
 from memopt_compile.compression import COMPRESS
 from memopt_compile.distributed.tensor_parallel import Group, fingerprint
 from memopt_compile.liveness import timeline
@@ -31,8 +32,8 @@ from memopt_compile.passes.offload import Offload
 from memopt_compile.passes.partition_activations import PartitionActivations
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
-from memopt_compile.rematerialization import Means
-from memopt_compile.replicated import alike
+from memopt_compile.planning.rematerialization import Means
+from memopt_compile.planning.replicated import alike
 from memopt_compile.transfers import TO_HOST
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -158,7 +159,7 @@ def test_sizes_that_vary_are_planned_as_they_are_now(means):
     model = mlp(4)
     x, y = torch.randn(256, 32, dtype=torch.float64), torch.zeros(256, dtype=torch.int64)
     for each in (x, y):
-        compat_trace.let_batch_vary(each)
+        trace.let_batch_vary(each)
     step = of_two(captured(ordinary_step(model, torch.optim.SGD(model.parameters())), x, y))
     assert any(isinstance(n.meta["val"], torch.SymInt) for n in step.placeholders)
     Canonicalize().run(step)

@@ -13,7 +13,7 @@ from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
 from memopt_compile.passes.release_gradients import ReleaseGradients
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
-from memopt_compile.rematerialization import problem
+from memopt_compile.planning.rematerialization import problem
 from memopt_compile.seconds import roofline
 from memopt_compile.step_graph import Phase
 

@@ -46,10 +46,11 @@ from models import GPT, GPTConfig  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile import explaining, pipelines  # noqa: E402
+from memopt_compile import pipelines  # noqa: E402
 from memopt_compile.liveness import lifetimes  # noqa: E402
 from memopt_compile.passes.place_in_arena import PlaceInArena  # noqa: E402
-from memopt_compile.render import Report  # noqa: E402
+from memopt_compile.reporting import explaining  # noqa: E402
+from memopt_compile.reporting.render import Report  # noqa: E402
 from memopt_compile.step_graph import Role, StepGraph  # noqa: E402
 
 MIB = 1 << 20

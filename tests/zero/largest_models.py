@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import memopt_compile as memopt
-from memopt_compile.layered import LayeredReport
+from memopt_compile.reporting.layered import LayeredReport
 
 RANKS, MICRO_BATCHES, TOKENS = 8, 8, 128
 WAYS = {  # stage (0: every rank for itself), and where micro-batches add up

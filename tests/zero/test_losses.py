@@ -20,7 +20,7 @@ from test_sharding import DOUBLE, compiled, load, state_of
 from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from memopt_compile import compat_trace
+from memopt_compile.compat import trace
 from memopt_compile.errors import RankError
 
 TIMEOUT_SECONDS = 60
@@ -101,6 +101,6 @@ def test_ranks_talk_without_holding_pythons_lock():
     for, with a mutex that the next collective waits for."""
     asked = partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PythonDispatcher)
     with enable_python_dispatcher():
-        with compat_trace.dispatched_by_cpp():
+        with trace.dispatched_by_cpp():
             assert not asked()
         assert asked()

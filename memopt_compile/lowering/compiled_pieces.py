@@ -1,0 +1,162 @@
+"""Pieces of a step as Inductor compiles them: each once in the life of the process, however often it is called.
+
+Inductor puts every operator right before its first reader. Gradients of weights that a piece hands on, to be added
+up over micro-batches, thus come last, and two activations are held for each. It has an order for the peak, too, that
+goes by what is best for the next operator, and mostly makes up for that: but where activations are computed again,
+several layers' may then be alive at once. In the schedule's order more loops become one, and what these read is held
+for longer. Which of the two needs less differs from piece to piece, and only Inductor's code tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
+from ..compat import dry_run, inductor
+from ..compat import kernels as compat_kernels
+from ..costs import is_library, workspace_bytes
+from ..transfers import TO_HOST
+from .pieces import OWNED, Piece
+from .storing import is_call, store_before_updates, store_between
+
+# Left to PyTorch's kernels where an index is a mask, and then only seen in a dry run.
+BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+
+# Operators whose fake results are new tensors, though they make none of the device.
+NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    run: Callable[[list], Any]
+    source: str
+    kernels: inductor.Kernels
+
+
+_cache: dict[tuple[str | None, bool, str], Compiled] = {}
+
+
+def forget_pieces() -> None:
+    _cache.clear()
+
+
+class Pieces:
+    """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's order within
+    each until `reorder` is called, and ``new`` the names of those that were not compiled before.
+
+    `begin`: the C++ compiler works on a piece while it is still lowered. Else it waits for that of the piece's kernels,
+    or for `finish`, which comes before the first call.
+    """
+
+    def __init__(self, parts: Mapping[str, Piece], on_cpu: bool, begin: bool) -> None:
+        self.parts, self.on_cpu, self.at_once = parts, on_cpu, begin
+        self.bound: dict[str, Compiled] = {}
+        self.new: list[str] = []
+        self._stored: set[str] = set()
+        self._reordered: set[str] = set()
+
+    def lower(self, name: str) -> None:
+        if name not in self.bound:
+            self.bound[name] = self._compiled(name, in_order=False)
+
+    def reorder(self, name: str) -> bool:
+        """Take the order within a piece that needs less; False where that is the one it has, or it is not lowered yet."""
+        part = self.parts[name]
+        if name not in self.bound or name in self._reordered or sum(map(is_call, part.graph.nodes)) <= 1:
+            return False  # (Without calls of a library, or with one, there is little to order.)
+        self._reordered.add(name)
+        given = [(n.name, n.meta["val"]) for n in part.graph.find_nodes(op="placeholder")]
+        other = self._compiled(name, in_order=True)
+        if fewer := _peak_bytes(other.source, given) < _peak_bytes(self.bound[name].source, given):
+            self.bound[name] = other
+        return fewer
+
+    def dry_calls(self, branch: bool) -> dict[str, Callable[[list], Any]]:
+        """What stands for each piece in a dry run. One that is not lowered yet has made nothing but its results."""
+        return {name: dry_run.dry_call(self.bound[name].source, branch) if name in self.bound else _results_of(part)
+                for name, part in self.parts.items()}
+
+    @property
+    def branches(self) -> set[bool]:
+        return {branch for each in self.bound.values() for branch in dry_run.branches(each.source)} or {True}
+
+    def finish(self) -> None:
+        try:
+            for piece in self.bound.values():
+                piece.kernels.begin()
+            for piece in self.bound.values():
+                piece.kernels.finish()
+        except BaseException:  # what has no kernels may not be used again
+            for key in [key for key, piece in _cache.items() if piece in self.bound.values()]:
+                del _cache[key]
+            raise
+
+    def _compiled(self, name: str, in_order: bool) -> Compiled:
+        part = self.parts[name]
+        key = (part.key, in_order, str(inductor.settings()))
+        if key in _cache:
+            return _cache[key]
+        if name not in self._stored:
+            store_between(part.graph)
+            store_before_updates(part.graph)
+            self._stored.add(name)
+        if name not in self.new:
+            self.new.append(name)
+        kernels = inductor.Kernels()
+        # Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later.
+        with kernels.put_off(begin=self.at_once) if self.on_cpu else contextlib.nullcontext():
+            compiled = Compiled(*inductor.compile_graph(part.module(), in_order=in_order), kernels)
+        if part.key is not None:
+            _cache[key] = compiled
+        return compiled
+
+
+def _results_of(part: Piece) -> Callable[[list], list]:
+    results = part.graph.output_node().args[0]
+
+    def run(given: list) -> list:
+        given.clear()
+        return [stand_in(n.meta["val"]) if isinstance(n, fx.Node) else n for n in results]
+
+    return run
+
+
+def watch(inputs: list[Any]) -> dry_run.AllocationWatch:
+    """Counts what a dry run makes beyond `inputs`."""
+    return dry_run.AllocationWatch(inputs, library_workspace, NO_MEMORY)
+
+
+def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
+    called = is_library(target) or compat_kernels.falls_back(target) or target in BY_MASK
+    return workspace_bytes(target, args, kwargs) if called else 0
+
+
+def stand_in(value: Any) -> Any:
+    """A fake tensor like `value`, with numbers for symbolic sizes."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided([_number(n) for n in value.shape], [_number(n) for n in value.stride()],
+                                   dtype=value.dtype, device=value.device)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
+
+
+def _peak_bytes(source: str, given: list[tuple[str, Any]]) -> int:
+    """The most bytes that one call of a piece has made or holds of what it is `given`, by name, to be freed."""
+    peaks = []
+    for branch in dry_run.branches(source):
+        with dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            kept = {name: stand_in(value) for name, value in given if name.startswith(OWNED)}
+            with watch(list(kept.values())) as seen:
+                call = dry_run.dry_call(source, branch)
+                call([kept[name] if name in kept else stand_in(value) for name, value in given])
+        peaks.append(seen.peak_bytes)
+    return max(peaks)

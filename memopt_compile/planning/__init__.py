@@ -1,0 +1,1 @@
+"""Which operators run again and which values are packed, so that a step fits a budget: `planner` decides."""
