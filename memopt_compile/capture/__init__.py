@@ -65,6 +65,7 @@ class Notes:
     resumed: bool = False
     stepped: bool = False  # another frame was a whole step
     begun: bool = False  # its graph is differentiated outside
+    again: bool = False  # its trace came to nothing, and another follows
     reason: str | None = None
     backwards: int = 0
     updates: int = 0

@@ -31,6 +31,8 @@ def forget() -> None:
 def note_place(notes: Any) -> None:
     """Note of a frame that was traced for the first time whether all of it is beside the step: what Python does with
     metrics behind it, or a function that prepares a batch. These may want a graph for each of their numbers."""
+    if notes.again:
+        return
     first = notes.step not in _beside
     frames = _beside.setdefault(notes.step, weakref.WeakKeyDictionary())
     frames.setdefault(notes.frame, (notes.stepped or not (first or _is_resumed(notes.frame))) and not (

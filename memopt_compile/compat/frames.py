@@ -54,9 +54,12 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
                     except (UserError, GuardOnDataDependentSymNode) as error:
                         if not other or "data-dependent expression" not in str(error):
                             raise
+                        notes.again = True
             except InternalTorchDynamoError:  # of the tracer; an error of the step's own Python raises too
                 return ConvertFrameReturn()
             scope = wrap(*backend_of(self), self, frame)
+            if scope is None:
+                return ConvertFrameReturn(apply_to_code=False)
         raise AssertionError("the last one returns or raises")
 
     convert_frame.ConvertFrameAssert.__call__ = convert

@@ -53,7 +53,7 @@ def cache_tag() -> str:
 @functools.cache
 def _digest() -> str:
     here = Path(__file__)
-    return hashlib.sha256(here.read_bytes() + here.with_name("compat/inductor.py").read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(here.read_bytes() + here.with_name("inductor.py").read_bytes()).hexdigest()[:16]
 
 
 def _read_before_written() -> contextlib.AbstractContextManager:
