@@ -70,7 +70,7 @@ def draw(
         nonlocal legend
         swatch = f'x="{legend}" y="50" width="14" height="10" rx="2" style="fill:{color}"'
         text = f'<rect {swatch}/><text x="{legend + 20}" y="60">{escape(label)}</text>'
-        legend += 34 + 6.9 * len(label)
+        legend += 40 + 7.4 * len(label)
         return text
 
     if isinstance(timelines, Measurement):
