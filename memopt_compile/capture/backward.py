@@ -39,7 +39,7 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         variables = [known.get(id(leaf)) for leaf in leaves]
         if not leaves:
             breaks.break_graph("backward() of a loss that needs no gradient", "nothing that it is computed from "
-                                      "requires one", "compute it outside of torch.no_grad(), from trained parameters")
+                               "requires one", "compute it outside of torch.no_grad(), from trained parameters")
         if any(v is None for v in variables):
             breaks.break_graph(
                 "backward() reaches leaves that the trace does not know",
@@ -72,7 +72,7 @@ def refuse_nested(tx: Any) -> None:
     """AOTAutograd cannot trace a derivative of a nested tensor whose sizes are symbols, as they always are."""
     if any(getattr(node.meta.get("example_value"), "is_nested", False) for node in tx.output.graph.nodes):
         breaks.break_graph("backward() in a step with nested tensors", "torch cannot trace their derivatives into "
-                                  "the step's graph", "pad them: nested.to_padded_tensor(0.0)")
+                           "the step's graph", "pad them: nested.to_padded_tensor(0.0)")
 
 
 def refuse_hooks(tx: Any, inputs: Any) -> None:
@@ -85,7 +85,7 @@ def refuse_hooks(tx: Any, inputs: Any) -> None:
     sources = [variable.source for variable in inputs if variable.source is not None]
     if sources and guards.saved_tensors_are_hooked(sources[0]):
         breaks.break_graph("there are hooks on what autograd saves", "in the graph nothing is saved",
-                                  "take them away; a memory_budget does what save_on_cpu does")
+                           "take them away; a memory_budget does what save_on_cpu does")
     for variable in inputs:
         if variable.source is not None and compat.source_name(variable.source) not in _guarded(tx):
             _guard_hooks(tx, variable, lambda leaf: not leaf._backward_hooks)

@@ -60,7 +60,7 @@ def end_behind(tx: Any, notes: Any) -> None:
         telling.note_end(notes, breaks.line_now(tx.output))
         breaks.break_graph("all of a list that grows is read", "", "")
     if notes.stepped and not (notes.backwards or notes.updates or breaks.is_differentiated(tx.output)
-                        or breaks.is_named(tx.output, "backward")):
+                              or breaks.is_named(tx.output, "backward")):
         breaks.run_in_eager("all of a list that grows is read")
 
 

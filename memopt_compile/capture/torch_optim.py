@@ -150,7 +150,7 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
     """End the graph at an update that cannot be captured."""
     if guards.has_step_of_its_own(optimizer):
         breaks.break_graph("a step() that was put on the optimizer itself", "capture traces that of its class",
-                                  "write it as a method of a class derived from the optimizer's")
+                           "write it as a method of a class derived from the optimizer's")
     if isinstance(optimizer, torch.optim.LBFGS) or optimizer.defaults.get("differentiable"):
         breaks.break_graph(
             f"{type(optimizer).__name__}.step cannot be captured",
@@ -159,10 +159,10 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(p.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
         breaks.break_graph("a parameter of the optimizer is sparse", "torch.compile traces no sparse tensors",
-                                  "make it dense to save memory here")
+                           "make it dense to save memory here")
     if compat.global_optimizer_hooks():
         breaks.break_graph("global optimizer hooks", "they are not part of the step",
-                                  "register the hook on the optimizer itself")
+                           "register the hook on the optimizer itself")
 
 
 def is_update(frame: Any) -> bool:

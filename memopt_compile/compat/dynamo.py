@@ -334,7 +334,7 @@ def tracing_scope(
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*each) for each in (*texts.REPLACED, *lists.REPLACED, *items.REPLACED,
-                                             *guards.REPLACED, *python.REPLACED)),
+                                       *guards.REPLACED, *python.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

@@ -37,15 +37,15 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
     original = convert_frame.ConvertFrameAssert.__call__
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = wrap(*backend_of(self), self, frame)
-        if scope is None:  # For this call: others may want to compile the same code.
-            return ConvertFrameReturn(apply_to_code=False)
-        if self._one_graph or isinstance(scope, contextlib.nullcontext):
-            with scope:
-                return original(self, frame, *args, **kwargs)
         # Where a function called by the frame asks for a number or a size that only the data tell (``names[i.item()]``),
         # Dynamo finds no way out. First numbers behind the step are not followed, then none, and no such size.
         for behind, other in ((True, True), (False, True), (False, False)):
+            scope = wrap(*backend_of(self), self, frame)
+            if scope is None:  # For this call: others may want to compile the same code.
+                return ConvertFrameReturn(apply_to_code=False)
+            if self._one_graph or isinstance(scope, contextlib.nullcontext):
+                with scope:
+                    return original(self, frame, *args, **kwargs)
             try:
                 with scope as notes, dynamo_config.patch(capture_dynamic_output_shape_ops=other):
                     notes.reads_behind_later, notes.reads_later = behind, other
@@ -57,9 +57,6 @@ def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
                         notes.again = True
             except InternalTorchDynamoError:  # of the tracer; an error of the step's own Python raises too
                 return ConvertFrameReturn()
-            scope = wrap(*backend_of(self), self, frame)
-            if scope is None:
-                return ConvertFrameReturn(apply_to_code=False)
         raise AssertionError("the last one returns or raises")
 
     convert_frame.ConvertFrameAssert.__call__ = convert

@@ -28,7 +28,7 @@ COPYING = ("torch._dynamo.polyfills.copy", "reduce_ex_user_defined_object")  # w
 def refuse_drawing(*_: Any) -> None:
     """End the graph where Python's `random` draws: Dynamo's number of it is no number where the step decides by it."""
     breaks.break_graph("Python's random draws a number", "what the step does next may depend on it",
-                              "draw it ahead of the forward, or by torch")
+                       "draw it ahead of the forward, or by torch")
 
 
 def draws(function: Any) -> bool:
@@ -45,7 +45,7 @@ def refuse_copy(function: Any, owner: Any) -> None:
     if issubclass(kind, dict | list | set | tuple) or any(
             getattr(kind, name, None) is not getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__")):
         breaks.break_graph(f"a copy of a {kind.__name__}", "torch would leave out what is in it",
-                                  "copy it outside of the step, or item by item")
+                           "copy it outside of the step, or item by item")
 
 
 def variable(data: Any, requires_grad: bool = False) -> Any:

@@ -95,7 +95,7 @@ def _constant(part: Any) -> Any:
     part = settled(part)
     if not part.is_python_constant():
         breaks.break_graph("a text is asked for that the step has yet to compute", "the trace needs it to go on",
-                                  "use the text behind the step only, or look it up there")
+                           "use the text behind the step only, or look it up there")
     return part.as_python_constant()
 
 

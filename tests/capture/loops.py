@@ -67,3 +67,12 @@ def plain(model: nn.Module | None = None, opt: Any = None, **kwargs: Any) -> Loo
         return loss
 
     return loop(model, opt, step, **kwargs)
+
+
+def both_and(answer: Callable[[], Any]) -> Callable:
+    """For `Loop.wrap`: what the step returns, and `answer` behind it."""
+    def wrap(step: Callable, compile: Callable) -> Callable:
+        compiled = compile(step)
+        return lambda *args: (compiled(*args), answer())
+
+    return wrap

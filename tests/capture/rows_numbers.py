@@ -6,7 +6,7 @@ import collections
 
 import torch
 import torch.nn.functional as F
-from loops import Loop, adamw, loop, mlp, ordinary, row
+from loops import Loop, adamw, both_and, loop, mlp, ordinary, row
 from torch import nn
 
 
@@ -249,15 +249,7 @@ def numbers_that_grow() -> Loop:
         losses.append(loss.item())
         return losses[-1] - losses[-2] if len(losses) > 1 else 0.0
 
-    return loop(model, opt, step, arguments=lambda i: (i,), wrap=_both_and(lambda: [by_number, by_text, losses]))
-
-
-def _both_and(answer):
-    def wrap(step, compile):
-        compiled = compile(step)
-        return lambda *args: (compiled(*args), answer())
-
-    return wrap
+    return loop(model, opt, step, arguments=lambda i: (i,), wrap=both_and(lambda: [by_number, by_text, losses]))
 
 
 @row
@@ -279,7 +271,7 @@ def texts_as_keys() -> Loop:
         last[i // 3] += len(f"{10 ** i}")
         return weight
 
-    return loop(model, opt, step, arguments=lambda i: (i,), wrap=_both_and(lambda: [seen, last]))
+    return loop(model, opt, step, arguments=lambda i: (i,), wrap=both_and(lambda: [seen, last]))
 
 
 @ordinary

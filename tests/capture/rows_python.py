@@ -11,7 +11,7 @@ import types
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loops import BATCH, CLASSES, Loop, adamw, loop, mlp, ordinary, row
+from loops import BATCH, CLASSES, Loop, adamw, both_and, loop, mlp, ordinary, row
 from torch import nn
 from torch.autograd import Variable
 
@@ -39,7 +39,7 @@ def trainer_that_keeps_the_best() -> Loop:
             return mean, sum(self.window) / len(self.window), [float(loss) for loss in self.window]
 
     trainer = Trainer()
-    return loop(trainer.model, trainer.opt, trainer.step, wrap=_both_and(lambda: [
+    return loop(trainer.model, trainer.opt, trainer.step, wrap=both_and(lambda: [
         trainer.losses, trainer.best, trainer.waited, dict(trainer.kept)]))
 
 
@@ -60,15 +60,7 @@ def log_of_a_method() -> Loop:
         opt.step()
         log(loss.item())
 
-    return loop(model, opt, step, wrap=_both_and(lambda: [history, means]))
-
-
-def _both_and(answer):
-    def wrap(step, compile):
-        compiled = compile(step)
-        return lambda *args: (compiled(*args), answer())
-
-    return wrap
+    return loop(model, opt, step, wrap=both_and(lambda: [history, means]))
 
 
 @row
@@ -88,7 +80,7 @@ def counters_and_rates_of_objects() -> Loop:
         state.cold = np.maximum(state.cold * np.exp(-0.1), 0.5)
         return i
 
-    return loop(model, opt, step, wrap=_both_and(lambda: [dict(vars(state)), f"{state.cold:.4f}"]))
+    return loop(model, opt, step, wrap=both_and(lambda: [dict(vars(state)), f"{state.cold:.4f}"]))
 
 
 @row
@@ -135,7 +127,7 @@ def reinforced() -> Loop:
         opt.step()
         return loss, scale
 
-    return loop(policy, opt, step, wrap=_both_and(lambda: list(random.getstate()[1])))
+    return loop(policy, opt, step, wrap=both_and(lambda: list(random.getstate()[1])))
 
 
 @ordinary
@@ -154,7 +146,7 @@ def python_draws_in_the_middle() -> Loop:
         opt.zero_grad()
         return loss.detach()
 
-    return loop(model, opt, step, wrap=_both_and(lambda: list(random.getstate()[1])))
+    return loop(model, opt, step, wrap=both_and(lambda: list(random.getstate()[1])))
 
 
 @ordinary

@@ -31,8 +31,9 @@ from models import GPT, GPTConfig, ResNet  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
 
-WAYS = {"fp32": None} | {f"{bits}/8/{states} {rounding}": (bits, states, rounding) for bits, states in (
-    (12, 8), (10, 8), (8, 8), (8, 4)) for rounding in ("stochastic", "nearest")}  # of parameters, gradients and states
+WAYS = {"fp32": None} | {f"{'/'.join(map(str, bits))} {rounding}": (*bits, rounding) for bits in (
+    (12, 8, 8), (10, 8, 8), (8, 8, 8), (8, 8, 4), (12, 32, 8)) for rounding in ("stochastic", "nearest")}
+# bits of parameters, gradients and states
 
 
 class Images:
@@ -94,8 +95,8 @@ def train(task, way, seed, steps, micro_batches, rate, lowering=None, added_up=F
     torch.manual_seed(seed)
     model = task.model()
     if way is not None:
-        memopt.quantize_parameters_(model, way[0], rounding=way[2], seed=seed)
-    opt = task.optimizer(model.parameters(), rate, **({} if way is None else {"state_bits": way[1], "gradient_bits": 8}))
+        memopt.quantize_parameters_(model, way[0], rounding=way[3], seed=seed)
+    opt = task.optimizer(model.parameters(), rate, **({} if way is None else {"gradient_bits": way[1], "state_bits": way[2]}))
     share = 1 if added_up else micro_batches
     updates = max(1, steps // micro_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -131,7 +132,7 @@ def train(task, way, seed, steps, micro_batches, rate, lowering=None, added_up=F
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=("resnet", "gpt"), default="resnet")
-    parser.add_argument("--only", nargs="+", default=[way for way in WAYS if "/8/4" not in way], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[way for way in WAYS if "/8/8" in way or way == "fp32"], metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--steps", type=int)

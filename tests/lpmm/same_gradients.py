@@ -26,9 +26,9 @@ def followers(task: Images, model: torch.nn.Module) -> dict[str, tuple[torch.nn.
     """A copy of `model` and its optimizer for each way in low precision."""
     made = {}
     for name in ("12/8/8 stochastic", "8/8/8 stochastic", "8/8/8 nearest"):
-        bits, states, rounding = WAYS[name]
+        bits, gradients, states, rounding = WAYS[name]
         twin = memopt.quantize_parameters_(copy.deepcopy(model), bits, rounding=rounding)
-        made[name] = twin, task.optimizer(twin.parameters(), RATE, state_bits=states, gradient_bits=8)
+        made[name] = twin, task.optimizer(twin.parameters(), RATE, state_bits=states, gradient_bits=gradients)
     return made
 
 
