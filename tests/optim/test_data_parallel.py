@@ -91,12 +91,17 @@ def bfloat16(rank, ranks):
 
 
 def memory(rank, ranks):
-    """Transient bytes of a step, with states of 64 MiB."""
+    """Transient bytes of a step, with states of 64 MiB.
+
+    All ranks have the same values, so the sum over them is a product here: gloo's own threads let
+    go of what they have sent when they get round to it.
+    """
     p = nn.Parameter(torch.zeros(1 << 23))
     opt = adama([p], rank, ranks)
 
     def step():
-        opt.step()
+        with mock.patch.object(dist, "all_reduce", lambda values, group: values.mul_(ranks)):
+            opt.step()
 
     for _ in range(2):  # the first one makes the states
         p.grad = torch.ones_like(p)
@@ -282,9 +287,9 @@ def test_small_parameters_share_a_call(results):
     assert one == 4 < many and results[0]["largest"] == (1 + 2 * 27) * 8
 
 
-def test_no_more_than_buckets_are_held_beside_the_states(pair):
-    """One, and the last one for as long as gloo's own thread has not let go of it."""
-    assert all(result["memory"] <= 2.2 * data_parallel.BUCKET for result in pair)
+def test_no_more_than_a_bucket_is_held_beside_the_states(pair):
+    assert all(result["memory"] <= 1.1 * data_parallel.BUCKET for result in pair), [
+        result["memory"] for result in pair]
 
 
 @pytest.mark.parametrize("bits", [16, 8])
