@@ -36,6 +36,7 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch._aot_autograd import graph_compile
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import DeviceContext
 
@@ -330,6 +331,7 @@ def tracing_scope(
         *([replaced(output_graph.OutputGraph, check, check_leaves)] if check in vars(output_graph.OutputGraph) else []),
         replaced(output_graph.OutputGraph, "remove_tensorify_specialized_graphargs",
                  remove_specialized),
+        replaced(graph_compile, "tensorify_python_scalars", numbers.read_alone),
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),

@@ -2,11 +2,12 @@
 
 It follows such a number as a symbol. Where an operator wants a plain one it makes a constant of it, and a graph for
 each of its values, till torch has compiled the step too often. Here the operator gets a 0-dim tensor in its place.
-Checked against torch 2.11 and 2.13.
+Checked against torch 2.11, 2.12 and 2.13.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.passes import _tensorify_python_scalars as tensorify
 
 from . import drawing, fake_value, number_forms
 
@@ -165,3 +167,27 @@ def _tensor(tx: Any, number: Any, times: float = 1.0, **kind: Any) -> Any:
         tx, [VariableTracker.build(tx, ()), ConstantVariable.create(times)],
         {key: VariableTracker.build(tx, of) for key, of in kind.items()})
     return one.call_method(tx, "mul", [number], {})
+
+
+def read_alone(original: Callable, module: Any, *rest: Any) -> None:
+    """torch's pass that has tensors in place of numbers, for a graph that reads each number by itself too.
+
+    Before torch 2.13 that pass takes a number which is only read through arithmetic (``loss * (1 - 0.1 * rate)``) for one
+    that it has found no tensor for, and makes a constant of it. The products that are put in have no readers, and go.
+    """
+    if COUNTS_EXPRESSIONS:
+        found: set = set()
+        for node in module.graph.nodes:
+            if node.target in tensorify.SUPPORTED_OPS:
+                for each in node.all_input_nodes:
+                    if isinstance(value := each.meta.get("val"), torch.SymFloat):
+                        found |= value.node.expr.free_symbols
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+            if node.meta["val"].node.expr in found:
+                with module.graph.inserting_after(node):
+                    product = module.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], node))
+                product.meta["val"] = node.args[0].meta["val"]
+    original(module, *rest)
+
+
+COUNTS_EXPRESSIONS = "tensorified_symbols.add(" in inspect.getsource(tensorify)

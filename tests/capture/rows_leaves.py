@@ -1,4 +1,4 @@
-"""Steps that make a leaf of their own by `requires_grad_()`. Dynamo of torch before 2.13 refuses that call."""
+"""Steps that make a leaf of their own by `requires_grad_()`. Dynamo of torch before 2.12 refuses that call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loops import CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, row
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-leaf_row = row if TorchVersion(torch.__version__) >= "2.13" else ordinary
+leaf_row = row if TorchVersion(torch.__version__) >= "2.12" else ordinary
 
 
 @leaf_row

@@ -44,11 +44,7 @@ UNTIL = {"unused_in_some_steps": 3, "short_last_batch": 4, "unfrozen_in_the_midd
          "step_of_the_class_replaced_in_the_middle": STEPS,
          "texts_as_keys": STEPS, "group_added_in_the_middle": 5, **COUNTED, **dict.fromkeys(CHANGED, 4), "methods_of_classes_replaced_in_the_middle": 5,
          "things_that_are_not_there_at_first": 5}
-if torch.__version__ < "2.12":  # which makes a constant of a number that the step reads in formulas only
-    for _name in ("numbers_given_to_the_step", "schedules_in_lists", "numbers_where_operators_want_constants",
-                  "numbers_where_losses_want_constants", "texts_as_keys", "reinforced"):
-        UNTIL[_name], GRAPHS[_name] = STEPS, 2 * STEPS  # each traced twice
-# Of steps that make a leaf of their own, which ends a graph before torch 2.13: those whose forward is behind it, and whole.
+# Of steps that make a leaf of their own, which ends a graph before torch 2.12: those whose forward is behind it, and whole.
 AHEAD = ("gradient_penalty", "attack_in_place", "attack_with_inputs_named")
 
 LINE = re.compile(r"(\w+\.py):(\d+)(?: `(.+?)`)?: not captured whole: .+\. It runs by the ordinary path, with right "
