@@ -64,3 +64,34 @@ def weighted_means() -> Loop:
         return [(type(value).__name__, value) for group in opt.param_groups for key, value in group.items() if key != "params"]
 
     return plain(model, opt, after=after, wrap=both_and(numbers))
+
+
+class _Differences(torch.optim.Optimizer):
+    """Its state begins with the first gradient, and its groups with the first update."""
+
+    def _init_group(self, group, trained, before):
+        for p in group["params"]:
+            if p.grad is not None:
+                if "before" not in self.state[p]:
+                    self.state[p]["before"] = p.grad.clone().neg_()
+                trained.append(p)
+                before.append(self.state[p]["before"])
+        if "step" not in group:
+            group["step"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            trained, before = [], []
+            self._init_group(group, trained, before)
+            group["step"] += 1
+            for p, old in zip(trained, before):
+                p.sub_(group["lr"] * (p.grad + 0.5 * (p.grad + old)))
+                old.copy_(p.grad).neg_()
+
+
+@row
+def state_that_begins_with_the_gradient() -> Loop:
+    model = mlp()
+    opt = _Differences(_groups(model), {"lr": 0.1})
+    return plain(model, opt, wrap=both_and(lambda: [float(group["step"]) for group in opt.param_groups]))
