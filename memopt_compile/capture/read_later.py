@@ -15,12 +15,12 @@ from torch import Tensor, fx
 
 from .. import compat
 from ..compat import breaks, dynamo
-from ..compat.decided import is_given
+from ..compat.decided import PYTHONS, is_given
 from ..errors import OptionError
 from ..step_graph import source_line
 from . import telling
 
-EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
+EXTREMES = (*PYTHONS, torch.max, torch.min)  # as which Python's are traced
 
 
 class Needed(Exception):

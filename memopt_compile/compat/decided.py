@@ -8,6 +8,7 @@ while the step is traced: the answer is Python's own, computed from these and gu
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,12 @@ def _clamp(number: float, min: float | None = None, max: float | None = None) ->
     return number if max is None or number <= max else max
 
 
-EXTREMES = {torch.maximum: max, torch.minimum: min, torch.clamp: _clamp}  # as which Dynamo traces Python's
+MATH = {math.sqrt: torch.sqrt, math.exp: torch.exp, math.expm1: torch.expm1, math.log: torch.log, math.log1p: torch.log1p,
+        math.log2: torch.log2, math.log10: torch.log10, math.sin: torch.sin, math.cos: torch.cos, math.tanh: torch.tanh,
+        math.fabs: torch.abs, math.pow: torch.pow}
+ASKED = (math.isfinite, math.isinf, math.isnan)
+# What stands in the graph for Python's own; the first three are Dynamo's.
+PYTHONS = {torch.maximum: max, torch.minimum: min, torch.clamp: _clamp, **{new: old for old, new in MATH.items()}}
 DIVISIONS = (operator.truediv, operator.floordiv, operator.mod, operator.itruediv, operator.ifloordiv, operator.imod)
 POWERS = (operator.pow, operator.ipow)
 
@@ -90,7 +96,7 @@ def formula(variable: Any) -> Formula | None:
     if None in values or not all(map(_is_pythons, computed)):
         return None
     places = {node: _At(i) for i, node in enumerate((*given, *computed))}
-    functions = tuple((EXTREMES.get(node.target, node.target), *(
+    functions = tuple((PYTHONS.get(node.target, node.target), *(
         fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))) for node in computed)
     return Formula(tuple(node.meta["grapharg"].source for node in given), tuple(values), functions, places[result])
 
@@ -104,7 +110,7 @@ def _value(node: fx.Node) -> float | None:
 
 
 def _is_pythons(node: fx.Node) -> bool:
-    return node.op == "call_function" and (node.target in EXTREMES or getattr(
+    return node.op == "call_function" and (node.target in PYTHONS or getattr(
         node.target, "__module__", "") in ("_operator", "math")) and not any(
             isinstance(arg, list | tuple | slice) for arg in (*node.args, *node.kwargs.values()))
 
@@ -172,6 +178,34 @@ def refuse_zero(tx: Any, function: Callable, args: Sequence[Any]) -> None:
         return
     if zero == (True,):
         raise_observed_exception(ZeroDivisionError, tx, args=["division by zero"])
+
+
+def _fails(function: Callable, *numbers: float) -> bool:
+    try:
+        function(*numbers)
+    except (ArithmeticError, ValueError):
+        return True
+    return False
+
+
+def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
+    """The result of ``math.sqrt(rate)``, ``pow(rate, 2)``, ``isinstance(rate, float)`` and the like; None for anything
+    but a number of the user's that is a tensor in the graph."""
+    if function in ASKED:
+        answer = decided(args, function, function.__name__)
+        return answer and ConstantVariable.create(*answer)
+    if function in MATH:
+        fails = decided(args, functools.partial(_fails, function), f"math.{function.__name__}")
+        return VariableTracker.build(tx, MATH[function]).call_function(tx, list(args), {}) if fails == (False,) else None
+    if function is pow and len(args) == 2 and _is_number(args[0]):
+        return VariableTracker.build(tx, operator.pow).call_function(tx, list(args), {})
+    if function is isinstance and len(args) == 2 and args[1].is_python_constant() and _is_number(args[0]):
+        return ConstantVariable.create(issubclass(float, args[1].as_python_constant()))
+    return None
+
+
+def _is_number(variable: Any) -> bool:
+    return isinstance(variable.realize(), TensorVariable) and formula(variable) is not None
 
 
 def _contains(original: Callable, items: Any, search: Any, tx: Any, check_tensor_identity: bool = False) -> Any:

@@ -228,7 +228,7 @@ def tracing_scope(
             return args[0]
         args = texts.read_by(function, decided.of_items(tx, function, args))
         decided.refuse_zero(tx, function, args)
-        if result := numbers.computed(tx, function, args) or lists.read(tx, function, args):
+        if result := decided.computed(tx, function, args) or numbers.computed(tx, function, args) or lists.read(tx, function, args):
             return result
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
@@ -255,7 +255,7 @@ def tracing_scope(
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         args = lists.without_deques(self.value, args)
-        result = (each.taken_apart(tx, self.value, args, kwargs) or numbers.called_as_method(tx, self.value, args, kwargs)
+        result = (decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs) or numbers.called_as_method(tx, self.value, args, kwargs)
                   or original(self, tx, args, kwargs))
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from loops import Loop, both_and, mlp, plain, row
 from torch import nn
@@ -22,9 +24,9 @@ class _Averaging(torch.optim.Optimizer):
     def step(self):
         most = max(group["lr"] for group in self.param_groups)
         for group in self.param_groups:
-            if group["lr"] not in [most, 0.5]:
+            if group["lr"] not in [most, 0.5] or not isinstance(most, float):
                 raise RuntimeError("groups differ")
-            rate = group["lr"] * (group["count"] / 3 if group["count"] < 3 else 1.0)
+            rate = pow(math.sqrt(group["lr"]), 2) * (group["count"] / 3 if group["count"] < 3 else 1.0)
             group["largest"] = max(rate, group["largest"])
             weight = (group["count"] + 1) ** 0.5 * group["largest"] ** 2
             group["weights"] = group["weights"] + weight
