@@ -19,7 +19,8 @@ import torch
 from torch import fx
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import _get_closure_vars, install_guard
-from torch._dynamo.variables import lists
+from torch._dynamo.source import is_from_defaults
+from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -147,16 +148,16 @@ def decided(variables: Sequence[Any], answer: Callable[..., Any], what: str) -> 
 
 def _guard_together(sources: Sequence[Any], holds: Callable[[Sequence[float]], bool], what: str) -> None:
     """Recompile once ``holds(values of sources)`` is false."""
-    def add_guard(builder: Any, guard: Any) -> None:
-        names = builder.scope["G"]
+    def add_guard(made: Any, guard: Any) -> None:
+        names = made.scope["G"]
 
         def read(frame: Any) -> list:
             scope = {"L": frame, "G": names}
             return [source.get_value(scope, dict(_get_closure_vars()), {}) for source in sources]
 
-        manager = builder.guard_manager.root.lambda_manager(
+        manager = made.guard_manager.root.lambda_manager(
             python_lambda=read, source=f"{what} {[source_name(s) for s in sources]}", example_value=[],
-            guard_manager_enum=builder.get_guard_manager_type(sources[0], None))
+            guard_manager_enum=made.get_guard_manager_type(sources[0], None))
         try:
             manager.add_lambda_guard(holds, [what])
         except TypeError:  # torch 2.13 also takes the user's stack
@@ -194,6 +195,8 @@ def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
     if function in ASKED:
         answer = decided(args, function, function.__name__)
         return answer and ConstantVariable.create(*answer)
+    if function is math.pow and (powers := _as_operands(args)):
+        return VariableTracker.build(tx, operator.pow).call_function(tx, powers, {})
     if function in MATH:
         fails = decided(args, functools.partial(_fails, function), f"math.{function.__name__}")
         return VariableTracker.build(tx, MATH[function]).call_function(tx, list(args), {}) if fails == (False,) else None
@@ -202,6 +205,16 @@ def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
     if function is isinstance and len(args) == 2 and args[1].is_python_constant() and _is_number(args[0]):
         return ConstantVariable.create(issubclass(float, args[1].as_python_constant()))
     return None
+
+
+def _as_operands(args: Sequence[Any]) -> list | None:
+    """Those of ``math.pow(beta, step)`` with a count, which is ``beta ** step``: there Dynamo makes no constant of it."""
+    base, exponent = given = [each.realize() for each in args]
+    constants = [each for each in given if isinstance(each, ConstantVariable) and isinstance(each.value, int | float)]
+    counts = [each for each in given if isinstance(each, SymNodeVariable)]
+    if not counts or len(constants) + len(counts) < 2 or not (base.sym_num if base in counts else base.value) > 0:
+        return None
+    return [ConstantVariable.create(float(each.value)) if each in constants else each for each in given]
 
 
 def _is_number(variable: Any) -> bool:
@@ -230,4 +243,6 @@ def of_items(tx: Any, function: Callable, args: Sequence[Any]) -> Sequence[Any]:
 
 def patches() -> list[Any]:
     """In force while a frame is traced."""
-    return [mock.patch.object(lists, "iter_contains", functools.partial(_contains, lists.iter_contains))]
+    return [mock.patch.object(lists, "iter_contains", functools.partial(_contains, lists.iter_contains)),
+            # A count of a global optimizer is no constant either, once it has changed.
+            mock.patch.object(builder, "is_int_specialization_case", lambda value, source: is_from_defaults(source))]

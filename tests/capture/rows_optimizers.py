@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from loops import Loop, both_and, mlp, plain, row
+import torch.nn.functional as F
+from loops import Loop, both_and, loop, mlp, plain, row
 from torch import nn
 
 
@@ -97,3 +98,31 @@ def state_that_begins_with_the_gradient() -> Loop:
     model = mlp()
     opt = _Differences(_groups(model), {"lr": 0.1})
     return plain(model, opt, wrap=both_and(lambda: [float(group["step"]) for group in opt.param_groups]))
+
+
+class _Counting(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            rate = group["lr"] * math.sqrt(1 - math.pow(0.9, group["step"])) / (1 - math.pow(0.5, group["step"]))
+            for p in group["params"]:
+                self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                p.add_(self.state[p]["mean"], alpha=-rate)
+
+
+@row
+def counts_of_a_global_optimizer() -> Loop:
+    """As scripts have it. Dynamo takes a whole number that is global for a constant."""
+    global counting
+    model = mlp()
+    counting = _Counting(_groups(model), {"lr": 0.1})
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        counting.step()
+        counting.zero_grad()
+        return loss
+
+    return loop(model, counting, step, wrap=both_and(lambda: [group["step"] for group in counting.param_groups]))
