@@ -170,7 +170,7 @@ def train(case: Case, number: int, large: bool, compile: Callable = lambda step:
     torch.manual_seed(0)
     model = GPT() if large else Network()
     opt = case.make(model)
-    if "schedulefree" in type(opt).__name__.lower():
+    if "schedulefree" in type(opt).__name__.lower() and hasattr(opt, "train"):
         opt.train()
     whole = isinstance(opt, torch.optim.Optimizer) and hasattr(opt, "_optimizer_step_pre_hooks")  # no wrapper
     scheduled = not large and whole and case.way == "plain" and type(opt.param_groups[0].get("lr")) is float
