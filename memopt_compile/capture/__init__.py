@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import compat, folding
-from ..compat import breaks, dynamo, frames, guards
+from ..compat import breaks, decided, dynamo, frames, guards
 from ..errors import MemoptError
 from ..records import compilations
 from . import backward, functions, iterations, read_later, telling, torch_optim, update_copies
@@ -70,7 +70,6 @@ class Notes:
     backwards: int = 0
     updates: int = 0
     replaced_gradients: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[Any, Any] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
     loops: list[iterations.Loop] = field(default_factory=list)
     unroll: bool = False
@@ -247,22 +246,13 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
         map(torch_optim.cycles_momentum, _notes.optimizers)))
     if not (will or compat.changes(self, value)):
         return original(self, value)
-    number = compat.number_input(self, value)
-    _notes.numbers[number.as_proxy().node] = (self.get_source(), value)
-    return number
+    return compat.number_input(self, value)
 
 
 def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
     """``momentum != 0`` and the like are decided now, with a guard on the answer."""
-    known = _notes.numbers.get(compat.node_of(args[0]))  # may make it known, so comes first
-    constant, other = compat.constant_value(args[1].realize())
-    if known and constant and isinstance(other, (int, float)):
-        source, value = known
-        answer = compare(value, other)
-        compat.guard_value(source, lambda v: compare(v, other) == answer,
-                           f"{compat.source_name(source)} {compare.__name__} {other}")
-        return compat.VariableTracker.build(tx, answer)
-    return original(tx, args, kwargs)
+    answer = decided.decided([each.realize() for each in args], compare, f"{compare.__name__} of numbers")
+    return original(tx, args, kwargs) if answer is None else compat.VariableTracker.build(tx, answer[0])
 
 
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",

@@ -15,11 +15,12 @@ from torch import Tensor, fx
 
 from .. import compat
 from ..compat import breaks, dynamo
+from ..compat.decided import PYTHONS, is_given
 from ..errors import OptionError
 from ..step_graph import source_line
 from . import telling
 
-EXTREMES = (torch.maximum, torch.minimum, torch.clamp, torch.max, torch.min)  # as which Dynamo traces Python's
+EXTREMES = (*PYTHONS, torch.max, torch.min)  # as which Python's are traced
 
 
 class Needed(Exception):
@@ -71,7 +72,8 @@ def made_of_given(gm: fx.GraphModule) -> list[int]:
     for node in gm.graph.nodes:
         computed = node.op == "call_function" and (
             getattr(node.target, "__module__", "") in ("_operator", "math") or node.target in EXTREMES)
-        if _is_given(node) or computed and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+        whole = isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat)  # a count, or a size
+        if is_given(node) or whole or computed and node.all_input_nodes and made.issuperset(node.all_input_nodes):
             made.add(node)
     results = gm.graph.output_node().args[0]
     return [i for i, value in enumerate(results) if value in made and value.op != "placeholder" and isinstance(
@@ -97,7 +99,7 @@ def take_out(gm: fx.GraphModule, reads: bool = True) -> Callable[[Callable], Cal
     Raises:
         Needed: it cannot be done.
     """
-    read = [n for n in gm.graph.find_nodes(op="call_method", target="item") if reads and not _is_given(n.args[0])]
+    read = [n for n in gm.graph.find_nodes(op="call_method", target="item") if reads and not is_given(n.args[0])]
     output = gm.graph.output_node()
     results = list(output.args[0])
     python = _behind(read, output)
@@ -130,11 +132,6 @@ def take_out(gm: fx.GraphModule, reads: bool = True) -> Callable[[Callable], Cal
     return reading
 
 
-def _is_given(value: fx.Node) -> bool:
-    """Whether this is a number of the user's, which Dynamo hands over as a tensor."""
-    return value.op == "placeholder" and getattr(value.meta.get("grapharg"), "pass_arg_as_tensor", False)
-
-
 def _is_of_given(result: Any) -> bool:
     """Whether this is a number, made of such numbers alone (``self.scale *= 2``), in the tensor as which Dynamo
     returns it. A graph would be compiled again for each of its values."""
@@ -142,7 +139,7 @@ def _is_of_given(result: Any) -> bool:
         return False
     stack = list(result.all_input_nodes)
     for node in stack:  # which grows
-        if isinstance(node.meta.get("example_value"), Tensor) and not _is_given(node):
+        if isinstance(node.meta.get("example_value"), Tensor) and not is_given(node):
             return False
         stack += [] if node.op == "placeholder" else node.all_input_nodes
     return bool(stack)

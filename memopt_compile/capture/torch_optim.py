@@ -183,11 +183,12 @@ def make_state(optimizer: torch.optim.Optimizer, tx: Any) -> None:
     """Make the state of parameters that have a gradient here and none yet, as eager would.
 
     State made inside the trace would be a first graph of its own; made here, the first call
-    and the thousandth run the same graph.
+    and the thousandth run the same graph. A method of this name that is neither torch's nor ours may keep the
+    gradient, or write to the group: that is traced.
     """
-    if not hasattr(optimizer, "_init_group"):
+    init = compat.undisabled(getattr(type(optimizer), "_init_group", None))
+    if not getattr(init, "__module__", "").startswith(("torch.optim.", "memopt_compile.")):
         return
-    init = compat.undisabled(type(optimizer)._init_group)
     lists = len(inspect.signature(init).parameters) - 2
     for group in optimizer.param_groups:
         new = [p for p in group["params"]

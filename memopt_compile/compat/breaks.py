@@ -132,6 +132,9 @@ def break_reason(error: Any) -> tuple[str, str]:
     if str(error).startswith("Unsupported Tensor.item()"):
         return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
                 "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")
+    if str(error).startswith("Data dependent operator"):
+        return ("the value of a tensor decides, or goes where torch wants a plain number",
+                "compute with the tensor itself (torch.where in place of `if`), or decide behind the update")
     if str(error).startswith("Dynamic shape operator"):
         found = re.search(r"Operator `(\S+)`'s output", str(error))
         return f"only the data tell how large the result of {found[1] if found else 'an operator'} is", (

@@ -43,6 +43,8 @@ from torch.utils._device import DeviceContext
 from . import (
     FakeTensor,
     NumberVariable,
+    decided,
+    each,
     fake_value,
     guards,
     items,
@@ -225,8 +227,9 @@ def tracing_scope(
         if function is operator.iadd and lists.is_unread(args[0]):  # torch 2.11 has no method of its own for it
             args[0].call_method(tx, "extend", [args[1]], {})
             return args[0]
-        args = texts.read_by(function, args)
-        if result := numbers.computed(tx, function, args) or lists.read(tx, function, args):
+        args = texts.read_by(function, decided.of_items(tx, function, args))
+        decided.refuse_zero(tx, function, args)
+        if result := decided.computed(tx, function, args) or numbers.computed(tx, function, args) or lists.read(tx, function, args):
             return result
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
@@ -253,7 +256,8 @@ def tracing_scope(
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         args = lists.without_deques(self.value, args)
-        result = numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs)
+        result = (decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs) or numbers.called_as_method(tx, self.value, args, kwargs)
+                  or original(self, tx, args, kwargs))
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
         return result
@@ -309,7 +313,7 @@ def tracing_scope(
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(lists, "behind_the_step", behind),
         mock.patch.object(torch_guards, "is_from_optimizer_source", lambda source: False),
-        *python.patches(),
+        *python.patches(), *decided.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
@@ -335,7 +339,7 @@ def tracing_scope(
         replaced(VariableBuilder, "wrap_symfloat", wrap_symfloat),
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
-        *(replaced(*each) for each in (*texts.REPLACED, *lists.REPLACED, *items.REPLACED,
+        *(replaced(*method) for method in (*texts.REPLACED, *lists.REPLACED, *items.REPLACED,
                                        *guards.REPLACED, *python.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
@@ -354,6 +358,6 @@ def tracing_scope(
     )
     TensorifyState.clear()  # which numbers earlier frames had no use for: names are used again
     with contextlib.ExitStack() as stack:  # more than Python nests blocks
-        for each in patches:
-            stack.enter_context(each)
+        for patch in patches:
+            stack.enter_context(patch)
         yield

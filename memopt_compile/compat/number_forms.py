@@ -183,21 +183,6 @@ def subtract_from(self: Tensor, number: Any) -> Tensor:
     return -self + number
 
 
-def lerp_each(self: Any, tensors1: Any, weight: Any) -> None:
-    for one, end in zip(self, tensors1):
-        one.lerp_(end, weight)
-
-
-def clamp_min_each(self: Any, scalar: Any) -> None:
-    for one in self:
-        one.clamp_(min=scalar)
-
-
-def clamp_max_each(self: Any, scalar: Any) -> None:
-    for one in self:
-        one.clamp_(max=scalar)
-
-
 def power_of(self: Tensor, number: Any) -> Tensor:
     """``number ** tensor``"""
     base = torch.ones((), dtype=torch.float64, device=self.device) * number

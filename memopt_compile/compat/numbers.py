@@ -30,9 +30,6 @@ OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", 
 METHODS = {torch.add: "add", torch.sub: "sub", torch.lerp: "lerp", torch.clamp: "clamp", torch.clip: "clip",
            torch.clamp_min: "clamp_min", torch.clamp_max: "clamp_max", torch.masked_fill: "masked_fill", torch.pow: "pow"}
 
-FORMS = {**number_forms.FORMS, torch._foreach_lerp_: number_forms.lerp_each,
-         torch._foreach_clamp_min_: number_forms.clamp_min_each, torch._foreach_clamp_max_: number_forms.clamp_max_each}
-
 
 def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tuple[str, Any, dict]:
     """A call of ``value.name(...)`` with tensors for the numbers that change (``add_(grad, alpha=-lr)``)."""
@@ -40,8 +37,12 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
     if plain in ("add", "sub") and is_symbolic(kwargs.get("alpha")):
         alpha = _tensor(tx, kwargs["alpha"], -1.0 if plain == "sub" else 1.0, dtype=torch.float64)
         return name.replace("sub", "add"), args, {**kwargs, "alpha": alpha}
+    if plain == "sub" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
+        return name.replace("sub", "add"), args, {**kwargs, "alpha": alpha.call_method(tx, "neg", [], {})}
     if name == "__setitem__" and is_symbolic(args[1]) and (like := fake_value(value)).dtype in EXACT:
         return name, [args[0], _tensor(tx, args[1], dtype=like.dtype, device=like.device)], kwargs
+    if plain == "lerp":
+        args, kwargs = [_weight(tx, value, each) for each in args], {k: _weight(tx, value, v) for k, v in kwargs.items()}
     if plain not in OPERANDS or not any(map(is_symbolic, (*args, *kwargs.values()))):
         return name, args, kwargs
     like, given = fake_value(value), {**dict(zip(OPERANDS[plain], args)), **kwargs}
@@ -51,6 +52,15 @@ def with_tensors(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> tup
     tensors = {key: _tensor(tx, each, dtype=like.dtype, device=like.device) if is_number(each) else each
                for key, each in given.items()}
     return name, [], tensors
+
+
+def _weight(tx: Any, value: Any, weight: Any) -> Any:
+    """A number in a tensor, as which `lerp` takes one: its operand's type. (Of eager's own, of another type, it takes none.)"""
+    weight, like = weight.realize(), fake_value(value)
+    if not isinstance(weight, TensorVariable) or fake_value(weight).dtype is not torch.float64 or (
+            like.dtype is torch.float64 or fake_value(weight).dim() or not like.is_floating_point()):
+        return weight
+    return weight.call_method(tx, "to", [VariableTracker.build(tx, like.dtype)], {})
 
 
 def drawn(tx: Any, value: Any, name: str, args: Any, kwargs: dict) -> Any:
@@ -103,7 +113,7 @@ def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     listed = function is torch.tensor and isinstance(args[0].realize(), BaseListVariable)
     if not any(map(is_symbolic, args[0].realize().items if listed else (*args, *kwargs.values()))) or "out" in kwargs:
         return None
-    form = FORMS.get(function)
+    form = number_forms.FORMS.get(function)
     if form is not None and number_forms.fits(form, len(args), kwargs):
         return UserFunctionVariable(form).call_function(tx, list(args), kwargs)
     if function in (torch.nn.functional.dropout, torch.dropout):

@@ -34,7 +34,7 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, u
 CHANGED = ("module_hook_in_some_steps", "hook_of_all_modules_in_some_steps", "scheduler_attached_in_the_middle",
            "weights_loaded_in_place_of_the_old", "weight_replaced",
            "methods_of_classes_replaced_in_the_middle", "things_that_are_not_there_at_first", "weights_tied_in_the_middle", "optimizer_of_other_parameters")
-COUNTED = {"optimizer_that_counts": 4, **dict.fromkeys(("window_of_losses", "means_of_losses", "lookahead"), 3)}
+COUNTED = {"optimizer_that_counts": 4, **dict.fromkeys(("window_of_losses", "means_of_losses", "lookahead", "counts_of_a_global_optimizer"), 3), "weighted_means": 4}  # its rate warms up from zero
 GRAPHS = {"unused_in_some_steps": 3, "step_of_the_class_replaced_in_the_middle": 4, "group_added_in_the_middle": 4, "two_compiled_steps": 4,
           "texts_as_keys": STEPS,
           **COUNTED, **dict.fromkeys(CHANGED, 4)}
