@@ -28,7 +28,7 @@ def sources(gm: fx.GraphModule) -> list[set[int]]:
     values = [node.meta.get("example_value") for node in inputs]
     trained = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
     outputs = gm.graph.output_node().args[0]
-    if any(v._version for _, v in trained):  # where it was before is not known any more
+    if any(v.is_inference() or v._version for _, v in trained):  # where it was before is not known any more
         return [set(range(len(inputs)))] * len(outputs)
     nodes = {torch.autograd.graph.get_gradient_edge(v).node: i for i, v in trained}
     positions = {node: i for i, node in enumerate(inputs)}
