@@ -29,6 +29,7 @@ from . import (
     programs,
     replaced,
     second_derivative,
+    unused_outputs,
     zero,
 )
 from .backends import eager, inductor
@@ -104,10 +105,11 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
                          "take the line out that cuts the step")
     if kind == "model":
         compat.settle_unused_floats(gm)
-        piece = second_derivative.copied(gm)
+        piece, needed = second_derivative.copied(gm), unused_outputs.sources(gm)
         origin = build.dynamo_inputs(gm)
         with zero.naming_mixtures(notes.where):
             run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
+        run = unused_outputs.without_zeros(run, needed)
         return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":

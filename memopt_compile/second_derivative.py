@@ -37,27 +37,35 @@ def twice_differentiable(run: Callable, piece: Callable, where: str, device: tor
             return run(*inputs)
         versions = _versions(inputs)
         outputs = run(*inputs)
-        before = {i.grad_fn for i in inputs if isinstance(i, torch.Tensor)}
-        made = [(o.grad_fn, k, o.output_nr) for k, o in enumerate(outputs)
-                if isinstance(o, torch.Tensor) and type(o.grad_fn).__name__ == COMPILED and o.grad_fn not in before]
-        if not made:
+        made = backward_of(inputs, outputs)
+        if made is None:
             return outputs
-        node = made[0][0]
+        node, position = made
         if aligned is None:
-            aligned = _edges(inputs) == [edge for edge, _ in node.next_functions]
-        if aligned and all(other is node for other, _, _ in made):
+            aligned = edges(inputs) == [edge for edge, _ in node.next_functions]
+        if aligned:
             mode = torch.autocast(device.type, torch.get_autocast_dtype(device.type),
                                   torch.is_autocast_enabled(device.type))
             again = functools.partial(
                 _gradients, piece, [weakref.ref(i) if isinstance(i, torch.Tensor) else i for i in inputs],
-                {number: k for _, k, number in made}, versions == _versions(inputs) and versions, mode, where, device)
+                position, versions == _versions(inputs) and versions, mode, where, device)
             _replace_gradients(node, again)
         return outputs
 
     return differentiable
 
 
-def _edges(inputs: Sequence[Any]) -> list[Any]:
+def backward_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, dict[int, int]] | None:
+    """The one node that AOTAutograd made of a piece, and which of the `outputs` each of its results is."""
+    before = {i.grad_fn for i in inputs if isinstance(i, torch.Tensor)}
+    made = [(o.grad_fn, k, o.output_nr) for k, o in enumerate(outputs)
+            if isinstance(o, torch.Tensor) and type(o.grad_fn).__name__ == COMPILED and o.grad_fn not in before]
+    if not made or any(node is not made[0][0] for node, _, _ in made):
+        return None
+    return made[0][0], {number: k for _, k, number in made}
+
+
+def edges(inputs: Sequence[Any]) -> list[Any]:
     """Where autograd carries the gradient of each tensor."""
     return [torch.autograd.graph.get_gradient_edge(i).node if i.requires_grad else None
             for i in inputs if isinstance(i, torch.Tensor)]

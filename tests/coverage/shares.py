@@ -131,10 +131,8 @@ def tried(step: StepGraph, record: Compilation, inputs: Sequence[Any], expected:
     return found
 
 
-def ladder(case: Case, shares: Sequence[float], compress: str | None) -> list[Tried]:
-    """The budgets of one model, and how far its step without one is from eager."""
-    expected, _ = check.train(replace(case, steps=1))
-    found: list[Tried] = []
+def climbing(found: list[Tried], shares: Sequence[float], compress: str | None) -> Callable:
+    """In place of `programs.fitted`: a captured step tries its budgets on the inputs of its first call, then runs."""
 
     def climbed(step: StepGraph, record: Compilation) -> Callable:
         captured, real = step.copy(), fitted(step, record)
@@ -142,20 +140,31 @@ def ladder(case: Case, shares: Sequence[float], compress: str | None) -> list[Tr
         record = replace(record, options=replace(record.options, memory_budget=0.5, compress=compress))
 
         def run(inputs: list) -> Any:
+            if found or not shares:
+                return real(inputs)
             given = [plain(v) for v in inputs]
+            random = torch.get_rng_state()
             reference = outcome(eager.lower(captured.copy()), given)
             for share in shares:
                 if not found or not found[-1].refused:
                     found.append(tried(captured, record, given, reference, share, int(share * peak),
                                        found[-1] if found else None))
-            torch.manual_seed(1)
+            torch.set_rng_state(random)
+            del given, reference
             return real(inputs)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return torch.compiler.disable(run)
 
+    return climbed
+
+
+def ladder(case: Case, shares: Sequence[float], compress: str | None) -> list[Tried]:
+    """The budgets of one model, and how far its step without one is from eager."""
+    expected, _ = check.train(replace(case, steps=1))
+    found: list[Tried] = []
     check.forget()
-    with mock.patch.object(programs, "fitted", climbed):
+    with mock.patch.object(programs, "fitted", climbing(found, shares, compress)):
         got, _ = check.train(replace(case, steps=1), lambda step: memopt.compile(step, lowering="eager"))
     off, where = largest_difference(expected, got)
     if not found:
