@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 
@@ -76,11 +77,18 @@ def test_a_break_behind_a_whole_step_is_not_said(caplog):
         if loss.item() < best[0]:
             best[0] = loss.item()
 
+    @torch.no_grad()
+    def check(loss):  # Dynamo leaves it to Python
+        with contextlib.suppress(ValueError):
+            if loss.isnan().any():
+                raise ValueError
+
     def step(x):
         loss = model(x).square().mean()
         loss.backward()
         opt.step()
         watch(loss)
+        check(loss)
 
     fast = torch.compile(step, backend="memopt", options={"lowering": "eager"})
     with caplog.at_level(logging.WARNING, "memopt_compile"):

@@ -199,7 +199,7 @@ def run(case: Case) -> Row:
     made: list = []
     try:
         with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)), \
-                _Lines() as lines:
+                mock.patch.object(driver, "forget", lambda frame, record: made.remove(record)), _Lines() as lines:
             got, memory = train(case, lambda step: torch.compile(
                 step, backend="memopt", options={"lowering": "eager"}))
         row.peak = memory.peak_bytes
