@@ -355,7 +355,7 @@ def scope(step: Any, code: Any, options: Any = None,
     except breaks.LEFT as error:
         if _notes.backwards or breaks.is_of_the_tracer(error) and not (_notes.resumed and _notes.stepped):
             telling.tell_of_break(_notes, error)
-        elif not _notes.resumed or "backward" in code.co_names:
+        elif "backward" in code.co_names or not (_notes.resumed or _notes.stepped):  # a metric behind the step is neither
             telling.settle(_notes, whole=False)
         if breaks.is_recompile_limit(error):
             tail = _notes.resumed and all(c.kind != "step" for c in compilations(code))

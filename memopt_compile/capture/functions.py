@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .. import compat, margin_loss
-from ..compat import breaks, python
+from ..compat import breaks, guards, python
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -146,7 +146,10 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
 
 
 def call_logger(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: dict) -> Any:
-    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once."""
+    """``logger.warning_once(...)`` of `transformers` is said while tracing: that is once. What a logger's level keeps
+    unsaid is nothing, as long as it does."""
+    if guards.says_nothing(self, name):
+        return compat.VariableTracker.build(tx, None)
     known = _constants(args, kwargs)
     if name.endswith("_once") and hasattr(self.value, name) and known:
         getattr(self.value, name)(*known[0], **known[1])

@@ -129,7 +129,7 @@ def break_reason(error: Any) -> tuple[str, str]:
     """(reason, remedy) from what Dynamo says when it ends a graph."""
     if is_of_the_tracer(error):
         return f"torch's tracer failed ({str(error).splitlines()[0]})", "take that line out of the step"
-    if str(error).startswith("Unsupported Tensor.item()"):
+    if str(error).startswith("Unsupported Tensor.item()") or "_local_scalar_dense" in str(error):  # `.tolist()`, `max()` of Python
         return ("a number is read off a tensor, and the rest of the step needs it (or cannot be traced either)",
                 "compute with the tensor itself (torch.where in place of `if`), or read it behind the update")
     if str(error).startswith("Data dependent operator"):

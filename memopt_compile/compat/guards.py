@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from . import (
 )
 
 GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR,
+          "critical": logging.CRITICAL}
 
 
 def call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -106,6 +109,17 @@ def saved_tensors_are_hooked(source: Any) -> bool:
     return hooked
 
 
+def says_nothing(logger: Any, method: str) -> bool:
+    """Whether a method of a plain logger is one for messages that its level, or `logging.disable`, keeps unsaid; guarded."""
+    value, level = logger.value, LEVELS.get(method)
+    own = any(name in vars(value) or getattr(type(value), name) is not getattr(logging.Logger, name)
+              for name in ("isEnabledFor", method)) if level else True
+    if own or logger.source is None or value.isEnabledFor(level):
+        return False
+    guard_value(logger.source, lambda value: not value.isEnabledFor(level), f"messages of level {level} are not said")
+    return True
+
+
 def _without_attribute(original: Callable, self: Any, tx: Any, name: str) -> Any:
     """An attribute of a user's object. That there is none (``except AttributeError``) is guarded."""
     try:
@@ -128,10 +142,11 @@ def _function_has(original: Callable, self: Any, tx: Any, name: str) -> Any:
 
 
 def _guard_dict(variable: Any, what: Callable[[dict], Any]) -> None:
-    """What is asked of an object's ``__dict__``. Dynamo, which keeps account of what the step changes in it, guards none."""
+    """What is asked of an object's ``__dict__``, or a function's (by `functools.wraps`). Dynamo, which keeps account of what the step changes in it, guards none."""
     owner = variable.items.item
-    if owner.source is not None and not isinstance(owner.value, dict):
-        known = what(vars(owner.value))
+    value = owner.fn if isinstance(owner, UserFunctionVariable) else getattr(owner, "value", None)
+    if owner.source is not None and hasattr(value, "__dict__") and not isinstance(value, dict):
+        known = what(vars(value))
         guard_value(owner.source, lambda value: what(vars(value)) == known, "the same attributes")
 
 

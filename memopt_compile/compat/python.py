@@ -16,7 +16,7 @@ from torch._dynamo import utils
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.variables import misc, user_defined
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
 from . import breaks
@@ -56,6 +56,8 @@ def variable(data: Any, requires_grad: bool = False) -> Any:
 def _called_class(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value is torch.autograd.Variable and len(args) == 1 and set(kwargs) <= {"requires_grad"}:
         return UserFunctionVariable(variable).call_function(tx, args, kwargs)
+    if self.value is types.MethodType and not kwargs and type(function := args[0].realize()) is UserFunctionVariable:
+        return UserMethodVariable(function.fn, args[1])  # by `contextlib.ExitStack`
     return original(self, tx, args, kwargs)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import functools
 import itertools
+import logging
 import random
 import types
 
@@ -128,6 +131,65 @@ def reinforced() -> Loop:
         return loss, scale
 
     return loop(policy, opt, step, wrap=both_and(lambda: list(random.getstate()[1])))
+
+
+@row
+def wrapped_in_the_step() -> Loop:
+    """Functions wrapped as they are called, contexts that are entered one by one, and a log that nobody wants."""
+    model = mlp()
+    opt, log, open_now = adamw(model), logging.getLogger("memopt.tests.unheard"), []
+
+    def if_given(function):
+        @functools.wraps(function)
+        def inner(x, *args):
+            return None if x is None else function(x, *args)
+
+        return inner
+
+    class Counted:
+        def __enter__(self):
+            open_now.append(1)
+
+        def __exit__(self, *exception):
+            open_now.pop()
+
+    def step(x, y):
+        with contextlib.ExitStack() as stack:
+            if torch.__version__ >= "2.12":  # which knows its class
+                stack.enter_context(contextlib.nullcontext())
+            stack.enter_context(Counted())
+            loss = F.cross_entropy(if_given(model.forward)(x), y) * len(open_now) + if_given(_penalty)(model[0](x))
+        log.debug(f"a loss of {loss}")
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss, len(open_now)
+
+    return loop(model, opt, step)
+
+
+def _penalty(x):
+    return 0.1 * x.square().mean()
+
+
+@ordinary
+def log_that_is_wanted_later() -> Loop:
+    log, heard = logging.getLogger("memopt.tests.heard"), []
+    log.setLevel(logging.WARNING)
+    log.filters[:] = [lambda record: heard.append(record.getMessage()) or False]
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        log.info("a forward of %d", len(x))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step, after=lambda i: log.setLevel(logging.INFO) if i == 2 else None,
+                wrap=both_and(lambda: list(heard)))
 
 
 @ordinary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 
@@ -66,6 +67,22 @@ def test_a_long_recurrence_is_said(caplog):
     assert network.weight_hh_l0.grad is not None
 
 
+def test_a_size_that_a_tensor_tells_is_a_number_read_off_it(caplog):
+    """Also where it is an operator that asks for it, of which torch names one that nobody has written."""
+    torch._dynamo.reset()
+    model = nn.Linear(3, 8)
+
+    def step(x):
+        found = model(x)
+        best = found.argmax(-1)
+        (found[:, :4] * torch.nn.functional.one_hot(best, max(best.max() + 1, 4))[:, :4]).sum().backward()
+
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        torch.compile(step, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 3))
+    (line,) = [r.getMessage() for r in caplog.records if "not captured whole" in r.getMessage()]
+    assert "a number is read off a tensor" in line and "one_hot" in line and model.weight.grad is not None
+
+
 def test_a_break_behind_a_whole_step_is_not_said(caplog):
     """Also where it is in a function that the step calls, which torch then compiles by itself."""
     torch._dynamo.reset()
@@ -76,11 +93,18 @@ def test_a_break_behind_a_whole_step_is_not_said(caplog):
         if loss.item() < best[0]:
             best[0] = loss.item()
 
+    @torch.no_grad()
+    def check(loss):  # Dynamo leaves it to Python
+        with contextlib.suppress(ValueError):
+            if loss.isnan().any():
+                raise ValueError
+
     def step(x):
         loss = model(x).square().mean()
         loss.backward()
         opt.step()
         watch(loss)
+        check(loss)
 
     fast = torch.compile(step, backend="memopt", options={"lowering": "eager"})
     with caplog.at_level(logging.WARNING, "memopt_compile"):

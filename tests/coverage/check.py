@@ -181,8 +181,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def run(case: Case) -> Row:
-    """Both trainings, compared. An exception makes a row too."""
+def run(case: Case, **options: Any) -> Row:
+    """Both trainings, compared, memopt's with `options`. An exception makes a row too."""
     start = time.perf_counter()
     row = Row(case.name, case.note, str(case.dtype).removeprefix("torch."),
               tolerance=case.tolerance or TOLERANCE[case.dtype])
@@ -199,9 +199,9 @@ def run(case: Case) -> Row:
     made: list = []
     try:
         with mock.patch.object(driver, "remember", lambda frame, record: made.append(record)), \
-                _Lines() as lines:
+                mock.patch.object(driver, "forget", lambda frame, record: made.remove(record)), _Lines() as lines:
             got, memory = train(case, lambda step: torch.compile(
-                step, backend="memopt", options={"lowering": "eager"}))
+                step, backend="memopt", options={"lowering": "eager", **options}))
         row.peak = memory.peak_bytes
         row.difference, row.where = largest_difference(expected, got)
     except Exception as error:
