@@ -15,7 +15,8 @@ runs on the same values. The numbered rules are cited in the code.
    what that write would have copied.
 5. Results that the step returns never live in an input.
 6. A ``copy_`` of a value onto the place where it already is goes.
-7. ``addmm`` takes the buffer of what it adds its product to, and no other.
+7. ``addmm`` takes the buffer of what it adds its product to, and no other; ``index_add``, ``index_put`` and
+   the scatters that of what they write to. No other operand may live there.
 """
 
 from __future__ import annotations
@@ -86,7 +87,11 @@ POINTWISE = frozenset(
     ]
 )
 
-ADDMM = aten.addmm.default
+# Those that change some of their first operand, or all of it; their functional form is a copy first.
+INTO_THE_FIRST = frozenset((
+    aten.addmm.default, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar,
+    aten.index_put.default, aten.masked_scatter.default, aten.scatter.src, aten.scatter.value,
+    aten.scatter_add.default, aten.scatter_reduce.two))
 
 HIDDEN_VIEWS = (
     aten.split.Tensor,
@@ -115,7 +120,7 @@ class ReuseBuffers(StepPass):
         for node in list(step.computing()):
             if node.target is aten.copy_.default:
                 buffers.write_back(step, node)
-            elif _is_pointwise(node) or node.target is ADDMM:
+            elif _is_pointwise(node) or node.target in INTO_THE_FIRST:
                 buffers.reuse(node)
 
 
@@ -195,9 +200,10 @@ class _Buffers:
 
     def _candidates(self, node: fx.Node) -> list[fx.Node]:
         """Rules 2 and 7."""
-        if node.target is ADDMM:
-            total, left, right = node.args
-            return [] if self.roots[total] & (self.roots[left] | self.roots[right]) else [total]
+        if node.target in INTO_THE_FIRST:
+            others: set[fx.Node] = set()
+            fx.node.map_arg((node.args[1:], node.kwargs), lambda other: others.update(self.roots[other]))
+            return [] if self.roots[node.args[0]] & others else [node.args[0]]
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
         # State first: between the folds of micro-batches it stays where it is, and gradients die.
         operands.sort(key=lambda o: all(r.op != "placeholder" for r in self.roots[o]))

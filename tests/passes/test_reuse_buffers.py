@@ -254,3 +254,32 @@ def test_a_product_is_added_where_the_sum_is():
     check(step, ReuseBuffers())
     names = [str(n.target) for n in step.computing() if "addmm" in str(n.target)]
     assert names == ["aten.addmm_.default", "aten.addmm.default", "aten.addmm.default"]
+
+
+WRITTEN = {
+    "index_add": lambda total, rows, x: total.index_add(0, rows, x),
+    "index_copy": lambda total, rows, x: total.index_copy(0, rows, x),
+    "index_fill": lambda total, rows, x: total.index_fill(0, rows, 2.0),
+    "index_put": lambda total, rows, x: total.index_put((rows,), x, accumulate=True),
+    "masked_scatter": lambda total, rows, x: total.masked_scatter(total > 0, x),
+    "scatter": lambda total, rows, x: total.scatter(0, rows[:, None].expand_as(x), x),
+    "scatter_add": lambda total, rows, x: total.scatter_add(0, rows[:, None].expand_as(x), x),
+    "scatter_reduce": lambda total, rows, x: total.scatter_reduce(0, rows[:, None].expand_as(x), x, "amax"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_rows_are_written_where_the_others_are(name):
+    """Unless what is written lives there too, or the old values are read again."""
+    write = WRITTEN[name]
+
+    def body(x, rows):
+        sums = write(x * 2, rows, x)
+        total = sums + 1
+        return sums.exp(), write(total, rows, total if name != "masked_scatter" else total[:]), write(x, rows, x)
+
+    step = by_hand(body, ("x", doubles(4, 3)), ("x", torch.tensor([2, 0, 3, 1])))
+    check(step, ReuseBuffers())
+    names = [str(n.target).split(".")[1] for n in step.computing() if name in str(n.target)]
+    own = name in ("index_fill",)  # which has no other operand
+    assert names == [f"{name}_", f"{name}_" if own else name, name]
