@@ -202,9 +202,14 @@ def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
         return VariableTracker.build(tx, MATH[function]).call_function(tx, list(args), {}) if fails == (False,) else None
     if function is pow and len(args) == 2 and _is_number(args[0]):
         return VariableTracker.build(tx, operator.pow).call_function(tx, list(args), {})
-    if function is isinstance and len(args) == 2 and args[1].is_python_constant() and _is_number(args[0]):
+    if function is isinstance and not _knows_tensors(tx) and len(args) == 2 and args[1].is_python_constant() and _is_number(args[0]):
         return ConstantVariable.create(issubclass(float, args[1].as_python_constant()))
     return None
+
+
+def _knows_tensors(tx: Any) -> bool:
+    """Whether it is torch's optimizers or ours that ask: they take the tensor in place of a number for what it is."""
+    return tx.f_globals.get("__name__", "").startswith(("torch.", "memopt_compile."))
 
 
 def _as_operands(args: Sequence[Any]) -> list | None:
