@@ -256,8 +256,8 @@ def tracing_scope(
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         args = lists.without_deques(self.value, args)
-        result = (decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs) or numbers.called_as_method(tx, self.value, args, kwargs)
-                  or original(self, tx, args, kwargs))
+        result = (decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs)
+                  or numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs))
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
         return result
