@@ -23,6 +23,7 @@ from torch.fx.passes import _tensorify_python_scalars as tensorify
 
 from . import drawing, fake_value, number_forms
 
+COUNTS_EXPRESSIONS = "tensorified_symbols.add(" in inspect.getsource(tensorify)  # before torch 2.13
 # As a tensor such a number has the operand's type, which must not round it more than the operator does.
 EXACT = (torch.float32, torch.float64)
 OPERANDS = {"lerp": ("end", "weight"), "clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",),
@@ -198,6 +199,3 @@ def read_alone(original: Callable, module: Any, *rest: Any) -> None:
                     product = module.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], node))
                 product.meta["val"] = node.args[0].meta["val"]
     original(module, *rest)
-
-
-COUNTS_EXPRESSIONS = "tensorified_symbols.add(" in inspect.getsource(tensorify)
