@@ -102,6 +102,11 @@ def GCN_of_graphs_of_many_sizes() -> Made:
 
 
 @case("torch_geometric")
+def GraphSAGE_of_graphs_of_many_sizes() -> Made:
+    return graphs("SAGEConv")
+
+
+@case("torch_geometric")
 def GAT_of_graphs_of_many_sizes() -> Made:
     return graphs("GATConv", heads=2, concat=False)
 
