@@ -76,7 +76,7 @@ def test_no_bit_changes(pair, case):
 
 @pytest.mark.parametrize("case", [*STAGES, "default", ("clipped", True)])
 def test_predicted_peak_is_the_measured_one(pair, case):
-    """With the arena, which is there all the time. (gloo's thread may let go late: the least counts.)"""
+    """With the arena, which is there all the time. (See cases.peaks: the least counts.)"""
     above = [min(rank[case]["measured"]) - rank[case]["predicted"] for rank in pair]
     assert min(above) == 0
 

@@ -33,7 +33,7 @@ def test_codes_are_those_of_one_process_where_ranks_have_whole_groups(low, name)
 
 
 def test_peaks_are_predicted(low):
-    """A thread of gloo's may hold what it has sent for a moment longer, so the least counts."""
+    """See cases.peaks: the least counts."""
     late = [min(rank["momentum"]["measured"]) / rank["momentum"]["predicted"] - 1 for rank in low]
     assert min(late) == 0 and max(late) < 0.03
 

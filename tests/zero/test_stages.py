@@ -116,7 +116,7 @@ def test_steps_are_captured_whole(pair, four):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_predicted_peak_is_the_measured_one(four, stage):
-    """A thread of gloo's may hold what it has sent for a moment longer, so the least counts."""
+    """See cases.peaks: the least counts."""
     predicted, = {rank["even", stage]["predicted"] for rank in four}
     assert min(bytes_ for rank in four for bytes_ in rank["even", stage]["measured"]) == predicted
 

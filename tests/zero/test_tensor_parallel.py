@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import step_of
 from ranks import on_ranks, once
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +59,7 @@ def batches(dtype=torch.float64, rows=256):
 
 def trained(mesh, layers=5, classes=8, lowering="eager", dtype=torch.float64, **options):
     model, opt = made(mesh, layers, dtype=dtype, classes=classes)
-    step = step_of(model, opt)
+    step = cases.step_of(model, opt)
     run = memopt.compile(step, lowering=lowering, **options)
     torch.manual_seed(7)
     losses = [float(run(x, y)) for x, y in batches(dtype)]
@@ -72,7 +72,7 @@ def trained(mesh, layers=5, classes=8, lowering="eager", dtype=torch.float64, **
             "choices": {d.name: d.choice for d in plan.decisions} if plan else {}, "plan": str(plan),
             "calls": [op_name(n) for n in record.step.computing() if is_collective(n)],
             "text": record.step.text(),
-            "measured": [memopt.measure(run, x, y, resident=(model, opt)).peak_bytes for _ in range(5)]}
+            "measured": cases.peaks(run, [(x, y)] * 5, (model, opt))}
 
 
 def refused(call):
@@ -86,7 +86,7 @@ def with_its_own(mesh, rank):
     """After a first call that was the same for all: a batch, a number and a seed of this rank's own."""
     model, opt = made(mesh, layers=1)
     torch.manual_seed(3)
-    run = memopt.compile(step_of(model, opt), lowering="eager", memory_budget="1GiB", partition_activations=True)
+    run = memopt.compile(cases.step_of(model, opt), lowering="eager", memory_budget="1GiB", partition_activations=True)
     (x, y), (again, _), _ = batches()
     run(x, y)
     before = [p.detach().clone() for p in model.head.parameters()]
@@ -131,7 +131,7 @@ def test_the_same_bits(pair, how):
 
 def test_one_process_with_the_same_masks(pair):
     model, opt = made(None)
-    step = step_of(model, opt)
+    step = cases.step_of(model, opt)
     torch.manual_seed(7)
     losses = [float(step(x, y)) for x, y in batches()]
     assert pair[0]["parts"]["losses"] == pytest.approx(losses, rel=1e-12)
