@@ -10,12 +10,13 @@ only ours, which hold as much there, and the rest is taken to hold nothing. (On 
 process's use of the device.)
 Operators of other libraries are not run, since they may do more than compute. One with a body of its own
 (`torch.cond`) holds what is alive in that. Collectives are not run either, since the other ranks would take
-part: what gloo holds is known (`of_gloo`).
+part: what gloo holds is known (`of_gloo`). While a profiler records, nothing can be run under a second one.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from .collectives import is_collective, is_wait, launch_of, whole_bytes
-from .compat.trace import hinted, pytree, real_tensors
+from .compat.trace import hinted, profiler_active, pytree, real_tensors
 from .distributed import planned
 from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
@@ -41,6 +42,8 @@ LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft
 # These go on until their numbers are small enough: they are run on numbers that have them go furthest.
 UNTIL_SMALL = ("linalg_matrix_exp",)
 COUNT = ("nonzero", "unique", "_unique")  # how many results these make goes by the numbers they are run on
+
+log = logging.getLogger("memopt_compile")
 
 _known: dict[Any, int] = {}
 
@@ -133,8 +136,17 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
         args = of_one_slab(*args)
     key = (target, device.type, repr(pytree.tree_map(_description, (args, kwargs))))
     if key not in _known:
+        if profiler_active():
+            _tell_of_profiler()
+            return 0
         _known[key] = _measure(target, args, kwargs, device)
     return _known[key]
+
+
+@functools.cache
+def _tell_of_profiler() -> None:
+    log.warning("planned while a profiler records: the predicted peak leaves out what operators hold beyond their results. "
+                "Call the step once before you profile it")
 
 
 @functools.cache

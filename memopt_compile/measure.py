@@ -28,6 +28,8 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from .compat.trace import profiler_active
+
 # Who a resident storage belongs to. When several claim it, the first of these has it.
 ROLES = ("parameters", "gradients", "optimizer state", "buffers", "inputs", "others")
 
@@ -76,7 +78,8 @@ def measure(
     C++ (saved for a backward still to come) cannot be found. The device is CUDA if any of these
     tensors is there, else the CPU.
 
-    Raises TypeError for something in `resident` that holds no tensors, and whatever `fn` raises.
+    Raises TypeError for something in `resident` that holds no tensors, RuntimeError while a profiler records
+    (a second one would end it), and whatever `fn` raises.
     """
     if args or kwargs or not (isinstance(resident, (tuple, list)) and not resident):
         gc.collect()  # Garbage must not count as resident, nor vanish in the middle of the call.
@@ -243,6 +246,8 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     Addresses are those of the CPU's blocks: releases on CUDA outside any operator are in the flat
     list alone.
     """
+    if profiler_active():
+        raise RuntimeError("memory is measured with torch's profiler, and one is recording already: measure outside of it")
     # The recorder prints two lines each time, unless this is set when a process first records.
     level = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     with mock.patch.dict(os.environ, level), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:

@@ -76,8 +76,8 @@ def hinted(size: Any) -> Any:
 
 
 def profiler_active() -> bool:
-    """Whether a profiler is recording: starting a second one would end the first."""
-    return torch._C._autograd._profiler_enabled()
+    """Whether a profiler is recording: starting a second one would end the first, and on another thread the process."""
+    return torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
 
 
 @contextlib.contextmanager
