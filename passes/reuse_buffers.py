@@ -89,7 +89,7 @@ POINTWISE = frozenset(
 
 # Those that change some of their first operand, or all of it; their functional form is a copy first.
 INTO_THE_FIRST = frozenset((
-    aten.addmm.default, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar,
+    aten.addmm.default, aten.copy.default, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar,
     aten.index_put.default, aten.masked_scatter.default, aten.scatter.src, aten.scatter.value,
     aten.scatter_add.default, aten.scatter_reduce.two))
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import inductor, trace
 from ..optim.low_bit import Formats
-from ..optim.one_operator import change, subject
+from ..optim.one_operator import KEEP, change, subject
 from ..quantization import arithmetic
 from ..quantization.factored import Factored
 from ..quantization.formats import Format
@@ -89,6 +89,8 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
                  dtype: torch.dtype) -> None:
     """Change parameter and states in place."""
     optimizer, p, group = subject(parameter, state, method, keys, values, numbers, layout, dtype)
+    if not group.get(KEEP, True):
+        return
     formats = optimizer.formats(p, group)
     zeros_count = p.numel() % optimizer.block(p, group) and any(isinstance(form, Factored) for form in formats.values())
     if zeros_count or not optimizer.elementwise:  # in means, of blocks or of all rows and columns
@@ -185,7 +187,9 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
 
     def update(*tensors: Tensor) -> list[Tensor]:
         given = tensors[:len(shapes)]
-        settings = [t if other else 0.0 for t, (other, *_) in zip(tensors[len(shapes):], numbers)]
+        # `KEEP` is the one that is no number, and true by now.
+        settings = [(kind is torch.bool or t) if other else 0.0
+                    for t, (other, kind, _) in zip(tensors[len(shapes):], numbers)]
         parameter, grad, state = given[:parts], given[parts:others], given[others:]
         with _TensorsForNumbers(settings):
             first = 0 if layout[0] else place  # `quantized` knows it of a parameter in few bits

@@ -264,20 +264,22 @@ class Optimizer(torch.optim.Optimizer):
     def _guarded(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         """One step, unless the gradient is not finite and the group minds."""
         if not group["skip_nonfinite"]:
-            self._advance(p, grad, state, group)
-        elif not torch.compiler.is_compiling():
-            if self.finite(grad, p):
+            return self._advance(p, grad, state, group)
+        keep, here = self.finite(grad, p), self.shards.local(p)
+        if not torch.compiler.is_compiling():
+            if keep:
                 self._advance(p, grad, state, group)
-        else:  # a graph has no branch: it takes the old values back
-            tensors, keep = [self.shards.local(p), *state.values()], self.finite(grad, p)
-            before = [tensor.clone() for tensor in tensors]
+        elif here.device.type == "cpu" and one_operator.applies(self, here, group):  # which has a branch of its own
+            self._advance(p, grad, state, {**group, one_operator.KEEP: keep}, keep)
+        else:  # a graph has none: it takes the old values back
+            before = [(tensor, tensor.clone()) for tensor in (here, *state.values())]
             self._advance(p, grad, state, group)
-            for tensor, old in zip(tensors, before):
+            for tensor, old in before:
                 tensor.copy_(torch.where(keep.to(tensor.device), tensor, old))
 
-    def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+    def _advance(self, p: Tensor, grad: Tensor, state: State, group: Options, counts: Any = 1) -> None:
         if "step" in state:
-            state["step"].add_(1)
+            state["step"].add_(counts)
         if group["max_norm"] is not None:
             grad = self.clip(grad, p, group["max_norm"])
         here = self.shards.local(p)
@@ -381,9 +383,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            group.update(FLAGS)  # how another class ran its update is no setting here
+            group.update({**self.defaults, **group, **FLAGS})  # how another class ran its update is no setting here
 
 
 def finite(grad: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .low_bit import DRAWS, GRADIENT, OF_STATES
 ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
 STEP = "step"
+KEEP = "keep"  # whether there is anything to do: a setting known only as the step runs
 INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed", "factor_dims")
 SEVERAL = ("betas", "eps", "factor_dims")  # numbers, or a word
 BITS = (8, 4, 1)  # of states: those of more would be copied whole
@@ -46,12 +47,15 @@ def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
     few = group["state_bits"] in BITS
     if isinstance(p, LowPrecisionTensor):
         return few
-    if p.device.type != "cpu" or not p.is_contiguous():
+    by_strides = p.permute(sorted(range(p.dim()), key=p.stride, reverse=True))
+    if p.device.type != "cpu" or not by_strides.is_contiguous():
         return False
+    if not (optimizer.elementwise or optimizer.shards.ranks == 1):
+        return False
+    whole = not optimizer.elementwise or not p.is_contiguous()  # without this each of its operators takes it whole
     if few and optimizer.formats(p, group):
-        return optimizer.elementwise or optimizer.shards.ranks == 1
-    return (not optimizer.elementwise and optimizer.shards.ranks == 1 and p.numel() >= LARGE
-            and not group["skip_nonfinite"] and copies_are_removed())  # a bad gradient takes copies back
+        return p.is_contiguous() or copies_are_removed()
+    return whole and p.numel() >= LARGE and copies_are_removed()
 
 
 def copies_are_removed() -> bool:
@@ -111,6 +115,8 @@ def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Ten
            dtype: torch.dtype) -> None:
     """What the operator does, in place."""
     optimizer, p, group = subject(parts, states, method, keys, values, numbers, layout, dtype)
+    if not group.get(KEEP, True):
+        return
     found = dict(zip(names.split(), states))
     if STEP in group:
         found[STEP] = group.pop(STEP)

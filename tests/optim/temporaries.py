@@ -1,8 +1,9 @@
 """Bytes that a step of each optimizer holds beside its state, at each width of it.
 
     python tests/optim/temporaries.py [--elements 33554432] [--only AdamW] [--captured inductor]
+                                      [--skip-nonfinite] [--transposed]
 
-One parameter, 1024 elements a row, float32, or bfloat16 where it has a `weight_bits` (w). The step
+One parameter, 1024 elements a row (a column, transposed), float32, or bfloat16 where it has a `weight_bits` (w). The step
 measured is the second one: in eager, or a training step captured by backend "memopt", whose
 backward only gives the gradient that it is given.
 """
@@ -10,6 +11,7 @@ backward only gives the gradient that it is given.
 from __future__ import annotations
 
 import argparse
+import functools
 
 import torch
 
@@ -27,9 +29,10 @@ WIDTHS = [(32, None), (16, None), (8, None), (4, None), (1, None), (32, 16), (8,
 
 
 def temporary_bytes(make, elements: int, bits: int, weight_bits: int | None,
-                    lowering: str | None = None) -> int:
+                    lowering: str | None = None, transposed: bool = False) -> int:
     dtype = torch.float32 if weight_bits is None else torch.bfloat16
-    p = torch.nn.Parameter(torch.randn(elements // 1024, 1024).to(dtype))
+    weight = torch.randn(elements // 1024, 1024).to(dtype)
+    p = torch.nn.Parameter(weight.t() if transposed else weight)
     opt = make([p], state_bits=bits, weight_bits=weight_bits)
     if lowering is not None:
         return captured_bytes(p, opt, lowering)
@@ -58,13 +61,15 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 25)
     parser.add_argument("--only", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--captured", choices=("inductor", "eager"), help="by this lowering")
+    parser.add_argument("--skip-nonfinite", action="store_true", help="that setting of the optimizers")
+    parser.add_argument("--transposed", action="store_true", help="the parameter is not contiguous")
     given = parser.parse_args()
     print(f"MiB beside parameter, gradient and state; {given.elements} elements")
     print("optimizer " + "".join(f"{f'{bits} bits' + (f', w {w}' if w else ''):>14}"
                                  for bits, w in WIDTHS))
     for name in given.only:
-        held = [temporary_bytes(MAKERS[name], given.elements, *width, given.captured) / 2**20
-                for width in WIDTHS]
+        make = functools.partial(MAKERS[name], **{"skip_nonfinite": True} if given.skip_nonfinite else {})
+        held = [temporary_bytes(make, given.elements, *width, given.captured, given.transposed) / 2**20 for width in WIDTHS]
         print(f"{name:10}" + "".join(f"{mib:14.2f}" for mib in held), flush=True)
 
 

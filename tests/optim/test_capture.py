@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ from temporaries import captured_bytes
 
 import memopt_compile as memopt
 from memopt_compile import driver
-from memopt_compile.optim import one_operator, slabs
+from memopt_compile.optim import base, low_bit, one_operator, slabs
 from memopt_compile.optim.base import Optimizer
 
 STEPS = 12
@@ -118,11 +119,23 @@ def test_float32_with_momentum_that_changes():
     in_one_graph(build, torch.float32, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["SGD dampened", "CAME", "AdamA"])
-def test_not_finite_gradients_are_skipped(name):
+SKIPPING = {name: (MAKERS[name], {}) for name in ("SGD dampened", "CAME", "AdamA")} | {
+    "CAME, one operator": (MAKERS["CAME"], {"LARGE": 1}), "Adafactor, one operator": (MAKERS["Adafactor"], {"LARGE": 1}),
+    "AdamW, 8 bits": (lambda ps: memopt.optim.AdamW(ps, lr=0.02, state_bits=8, max_norm=0.1), {}),
+    "AdamA, 4 bits": (lambda ps: memopt.optim.AdamA(ps, lr=0.02, state_bits=4), {})}
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_not_finite_gradients_are_skipped(name, monkeypatch):
+    make, setting = SKIPPING[name]
+    monkeypatch.setattr(base, "SMALL", 1)
+    monkeypatch.setattr(low_bit, "SMALL", 1)
+    for each, value in setting.items():
+        monkeypatch.setattr(one_operator, each, value)
+
     def build():
         model = network()
-        opt = MAKERS[name](model.parameters())
+        opt = make(model.parameters())
         opt.param_groups[0]["skip_nonfinite"] = True
 
         def step(x, y, factor):
@@ -135,7 +148,9 @@ def test_not_finite_gradients_are_skipped(name):
         return loop(model, opt, step, arguments=lambda i: (torch.tensor(
             float("nan") if i in (0, 4) else 1.0),))
 
-    in_one_graph(build)
+    record, = in_one_graph(build)
+    in_place = record.step.op_counts().get("quantized_update_", 0)
+    assert updates(record) == in_place == 6 * ("one" in name or "bits" in name)
 
 
 def test_one_array_beside_the_state():
@@ -214,9 +229,28 @@ def test_large_parts_are_one_operator(all_large):
     assert updates(record) == record.step.op_counts()["quantized_update_"] > 0
 
 
-def test_large_updates_that_take_copies_back_are_not(all_large):
-    record, = in_one_graph(lambda: scheduled(lambda p: memopt.optim.CAME(p, lr=0.02, skip_nonfinite=True)))
-    assert updates(record) == 0
+def test_updates_of_weights_in_channels_last_are_one_operator(all_large, monkeypatch):
+    """In means, and in few bits; not those of a part of a larger array."""
+    monkeypatch.setattr(low_bit, "SMALL", 16)
+
+    def of(make):
+        weight = nn.Parameter(torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last))
+        part = nn.Parameter(torch.randn(8, 8)[:, :5])
+        model = nn.ParameterList([weight, part])
+        opt = make(model)
+
+        def step(x, y):
+            loss = (weight.sum((2, 3)) @ x[:6]).square().mean() + (part @ x[:5, :3]).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        return loop(model, opt, step)
+
+    for make in (MAKERS["CAME"], lambda ps: memopt.optim.AdamW(ps, lr=0.02, state_bits=8)):
+        record, = in_one_graph(partial(of, make))
+        assert updates(record) == record.step.op_counts()["quantized_update_"] == 1
 
 
 def test_large_updates_of_other_compilers_are_not(all_large):

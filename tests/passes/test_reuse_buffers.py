@@ -256,6 +256,16 @@ def test_a_product_is_added_where_the_sum_is():
     assert names == ["aten.addmm_.default", "aten.addmm.default", "aten.addmm.default"]
 
 
+def test_a_copy_in_another_layout_is_made_where_it_is_to_be():
+    """As autograd makes the gradient of a transposed weight."""
+    def body(p, x):
+        return torch.ops.aten.copy(torch.empty_like(p), x * 2) + 1
+
+    step = by_hand(body, ("p", doubles(4, 3).t()), ("x", doubles(3, 4)))
+    assert check(step, ReuseBuffers()) == (288, 192)
+    assert "copy_(empty_like_0, mul_0)" in step.text()
+
+
 WRITTEN = {
     "index_add": lambda total, rows, x: total.index_add(0, rows, x),
     "index_copy": lambda total, rows, x: total.index_copy(0, rows, x),
