@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .. import compat, margin_loss
+from .. import compat, ctc, gaussian_loss, margin_loss
 from ..compat import breaks, guards, python
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
@@ -106,7 +106,9 @@ def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None =
 
 
 FORMS = {compat.detect_is_causal_mask: is_causal_mask}
-TORCH_FORMS = {torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
+TORCH_FORMS = {torch.nn.functional.ctc_loss: ctc.ctc_loss,
+               torch.nn.functional.gaussian_nll_loss: gaussian_loss.gaussian_nll_loss,
+               torch.nn.functional.multilabel_margin_loss: margin_loss.multilabel_margin_loss,  # of operators
                torch.nn.functional.multi_margin_loss: margin_loss.multi_margin_loss}
 
 

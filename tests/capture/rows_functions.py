@@ -229,6 +229,51 @@ def multi_margin_loss() -> Loop:
 
 
 @row
+def ctc_loss() -> Loop:
+    """With lengths in tensors and in lists, targets in rows and one behind the other, one sample, and a target too long."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        samples, length = len(x) - 1, 4
+        steps = model(x).log_softmax(-1).unsqueeze(1) + torch.arange(samples, dtype=x.dtype)[:, None] * x[0, 0]
+        targets = (y[:, None] + torch.arange(length)) % (CLASSES - 1) + 1
+        lengths = torch.arange(samples) % length + 1
+        inputs = torch.full((samples,), len(x), dtype=torch.long)
+        loss = F.ctc_loss(steps, targets[1:], inputs, lengths)
+        loss = loss + nn.CTCLoss(reduction="none", zero_infinity=True)(steps, targets[1:], inputs - len(x) + 2, lengths).sum()
+        loss = loss + F.ctc_loss(steps[:, :2], targets[:2, :2].flatten(), [len(x)] * 2, (2, 2), reduction="sum")
+        loss = loss + F.ctc_loss(steps[:, 0], targets[0, :3].int() - 1, inputs[0], lengths[2], blank=CLASSES - 1)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
+
+
+@row
+def gaussian_nll_loss() -> Loop:
+    """Of a variance for each number, for each row and one for all; some are below the least."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        found = model(x)
+        mean, variance = found[:, :2], found[:, 2:3].square()
+        loss = F.gaussian_nll_loss(mean, x[:, :2], variance.expand(-1, 2), full=True, eps=0.1)
+        loss = loss + nn.GaussianNLLLoss(reduction="none")(mean, x[:, :2], variance + 1).square().sum()
+        loss = loss + F.gaussian_nll_loss(mean, x[:, :2], variance[:, 0] + 1, reduction="sum")
+        loss = loss + F.gaussian_nll_loss(mean, x[:, :2], 0.5)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step)
+
+
+@row
 def func_grad_alone() -> Loop:
     model = mlp()
     parameters = dict(model.named_parameters())
