@@ -21,6 +21,7 @@ from . import (
     arena,
     build,
     capture,
+    checks,
     compat,
     data_sizes,
     devices,
@@ -249,7 +250,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     eager_lowering = record.lowering == "eager"
     decompositions = compat.loss_decompositions() if eager_lowering else inductor.decompositions()
     try:
-        if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)):
+        if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)) or checks.of_gradients(gm):
             raise _NotWhole
         data_sizes.check_squeezes(gm)
         with trace.for_the_eager_lowering() if eager_lowering else contextlib.nullcontext(), \
@@ -285,7 +286,10 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
 
 
 def _why_not_whole(gm: fx.GraphModule) -> tuple[str, str, str]:
-    """The user's line after which autograd still has to follow the step, what it does, and the remedy."""
+    """The user's line that keeps the step from being whole, what it does, and the remedy."""
+    if check := checks.of_gradients(gm):
+        return (_quoted(check), "a check of what gradients made may end the step before they change anything",
+                "check the loss, or check behind the step")
     for node in gm.graph.output_node().all_input_nodes:
         if getattr(node.meta.get("example_value"), "requires_grad", False):
             return (_quoted(node), "the step returns a tensor that is still differentiable",

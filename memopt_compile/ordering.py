@@ -8,7 +8,8 @@ Safe orders are those in which
 3. random operators, and those that may be, keep their order, so that each draws the numbers it drew
    before;
 4. collectives keep their order, so that every rank makes the same calls one after another,
-   whatever else its graph holds (a smaller last batch gives a rank another peak).
+   whatever else its graph holds (a smaller last batch gives a rank another peak),
+5. checks of data keep their order, and a write to an input comes after every earlier check.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from .arena import WINDOW
+from .checks import is_check
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
 from .step_graph import (
     COLLECTIVES,
@@ -59,6 +61,7 @@ def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, 
     touched: dict[fx.Node, list[fx.Node]] = {}
     drew: fx.Node | None = None
     called: fx.Node | None = None
+    checked: fx.Node | None = None
     for node in step.computing():
         needs = [a for a in node.all_input_nodes if a.op != "placeholder"]  # rule 1
         for root in {r for argument in mutated_args(node) for r in roots[argument]}:
@@ -71,6 +74,9 @@ def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, 
         if is_collective(node) and step.phase(node) not in free:
             needs += [called] if called else []  # rule 4
             called = node
+        if checked and (is_check(node) or any(r.op == "placeholder" for a in mutated_args(node) for r in roots[a])):
+            needs.append(checked)  # rule 5
+        checked = node if is_check(node) else checked
         before[node] = [n for n in dict.fromkeys(needs) if n is not node]
     return before
 

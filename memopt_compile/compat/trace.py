@@ -32,6 +32,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .sizes import largest
 
+# What an ``assert`` on a tensor is traced as.
+CHECKS = (torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+
 
 def float32_precision(device_type: str, kind: str) -> str:
     """What the float32 operands of a "matmul" or a "conv" are rounded to on the type of device: "ieee" if they are not,
