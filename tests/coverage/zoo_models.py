@@ -113,7 +113,8 @@ def next_token(config: Any) -> dict[str, Any]:
 def translation(config: Any) -> dict[str, Any]:
     if not config.is_encoder_decoder:
         return next_token(config)
-    return {"input_ids": tokens(), "labels": tokens(8)}
+    text = tokens()
+    return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": tokens(8)}
 
 
 def text_class(config: Any) -> dict[str, Any]:
