@@ -76,21 +76,36 @@ def _versions(inputs: Sequence[Any]) -> list[int]:
 
 
 def _replace_gradients(node: Any, again: Callable) -> None:
-    asked: list[Sequence[torch.Tensor | None]] = []
+    def before(tangents: Sequence[torch.Tensor | None]) -> Any:
+        if not torch.is_grad_enabled():
+            return None, None
+        return (tuple(None if t is None else t.detach() for t in tangents),
+                lambda gradients: again(tangents, gradients))
+
+    hook_if_asked(node, before)
+
+
+def hook_if_asked(node: Any, ask: Callable) -> None:
+    """Have `ask(tangents)` say what `node` is given instead, and by which function its gradients are changed.
+
+    None where nothing is to change. Autograd keeps what a node is given until the node is done, if it has a hook behind:
+    so it gets one only for the calls that need it.
+    """
+    held = weakref.ref(node)
 
     @torch.compiler.disable  # as long as a broken step runs, Dynamo looks at every function
     def before(tangents: Sequence[torch.Tensor | None]) -> Any:
-        if not torch.is_grad_enabled():
-            return None
-        asked.append(tangents)
-        return tuple(None if t is None else t.detach() for t in tangents)
+        instead, change = ask(tangents)
+        if change:
+            @torch.compiler.disable
+            def after(gradients: Sequence[torch.Tensor | None], tangents: Any) -> Any:
+                handle.remove()
+                return change(gradients)
 
-    @torch.compiler.disable
-    def after(gradients: Sequence[torch.Tensor | None], tangents: Any) -> Any:
-        return again(asked.pop(), gradients) if asked else None
+            handle = held().register_hook(after)  # type: ignore[union-attr]
+        return instead
 
     node.register_prehook(before)
-    node.register_hook(after)
 
 
 def _gradients(piece: Callable, held: Sequence[Any], position: dict[int, int], versions: Any, mode: Any, where: str,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .second_derivative import backward_of, edges
+from .second_derivative import backward_of, edges, hook_if_asked
 
 
 def sources(gm: fx.GraphModule) -> list[set[int]]:
@@ -91,12 +91,11 @@ def _needed(node: Any, inputs: Sequence[Any], outputs: Sequence[Any], needed: Se
 
 
 def _drop(node: Any, needed: dict[int, set[int]], tensors: Sequence[int]) -> None:
-    @torch.compiler.disable  # as long as a broken step runs, Dynamo looks at every function
-    def after(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
+    def ask(tangents: Sequence[Tensor | None]) -> tuple[None, Callable | None]:
         given = [number for number, tangent in enumerate(tangents) if tangent is not None]
         if len(given) == len(tangents) or any(number not in needed for number in given):
-            return None
+            return None, None
         used = set().union(*(needed[number] for number in given))
-        return tuple(g if i in used else None for i, g in zip(tensors, gradients, strict=True))
+        return None, lambda gradients: tuple(g if i in used else None for i, g in zip(tensors, gradients, strict=True))
 
-    node.register_hook(after)
+    hook_if_asked(node, ask)

@@ -108,6 +108,12 @@ def _asks_for_gradients(tensor: Any, name: Any, value: Any) -> bool:
             and value.is_python_constant())
 
 
+def _makes_a_leaf(kwargs: dict[str, Any]) -> bool:
+    """Whether the call of a function is ``torch.zeros(n, requires_grad=True)`` or one like it, which Dynamo refuses."""
+    asked = kwargs.get("requires_grad")
+    return asked is not None and asked.is_python_constant() and asked.as_python_constant() is True
+
+
 def _sources_of_subclasses(original: Callable, var: Any) -> Any:
     """torch 2.11 insists on plain fake tensors among what is differentiated; DTensors are as good."""
     if isinstance(var, TensorVariable) and not isinstance(fake_value(var), FakeTensor):
@@ -255,6 +261,9 @@ def tracing_scope(
         return _itself(self, result) if name.endswith("_") else result
 
     def call_torch(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is not torch.nn.Parameter and _makes_a_leaf(kwargs):
+            rest = {name: value for name, value in kwargs.items() if name != "requires_grad"}
+            return call_torch(original, self, tx, args, rest).call_method(tx, "requires_grad_", [], {})
         args = lists.without_deques(self.value, args)
         result = (decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs)
                   or numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs))

@@ -107,6 +107,24 @@ def attack_with_inputs_named() -> Loop:
 
 
 @leaf_row
+def queries_that_start_as_a_leaf_of_zeros() -> Loop:
+    """As detectors of the DETR family (arXiv 2005.12872) make them, in the middle of the model."""
+    body, head = mlp(), nn.Linear(CLASSES, CLASSES)
+    opt = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=0.02)
+
+    def step(x, y):
+        features = body(x)
+        queries = torch.zeros_like(features, requires_grad=body.training)
+        loss = F.cross_entropy(head(features + queries.tanh()), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss, queries.grad
+
+    return Loop(step, [body, head], [opt])
+
+
+@leaf_row
 def backward_in_two_parts() -> Loop:
     body, head = mlp(), nn.Linear(CLASSES, CLASSES)
     opts = [adamw(body), adamw(head)]

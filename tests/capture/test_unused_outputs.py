@@ -7,6 +7,9 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+import memopt_compile as memopt
 
 WIDTH = 4
 
@@ -45,6 +48,26 @@ def test_gradients_are_of_what_is_used(before):
         expected, got = gradients(model, used), gradients(compiled, used)
         assert [g is None for g in got] == [g is None for g in expected], used
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.skipif(not hasattr(BackwardCFunction, "apply_boxed"), reason="torch itself keeps it, before 2.13")
+def test_a_piece_lets_go_of_the_gradient_that_it_is_given():
+    """As each of eager's operators does: the first result is used alone, and its gradient may be gone before the weight's is made."""
+    def backward_bytes(compiled):
+        torch._dynamo.reset()
+        model = nn.Linear(64, 64)
+        x, used = torch.randn(8, 64), torch.randn(8, 64)
+
+        def piece(x):
+            return model(x.tanh()).tanh()
+
+        run = torch.compile(piece, backend="memopt", options={"lowering": "eager"}) if compiled else piece
+        for _ in range(2):
+            loss = (run(x) * used).sum()
+            memory = memopt.measure(loss.backward, resident=(model, x, used))
+        return memory.transient_peak_bytes
+
+    assert backward_bytes(True) == backward_bytes(False)
 
 
 def test_weight_decay_leaves_an_unused_pooler_alone():

@@ -50,7 +50,7 @@ IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_t
 NONE = {"vocab_size": VOCABULARY, "head_dim": 8, "num_key_value_heads": 4}  # where the default is no number
 LISTS = {"depths": 1, "num_heads": 2, "num_attention_heads": 2, "hidden_sizes": 16, "embed_dims": 16, "conv_dim": 16,
          "attention_window": 8, "encoder_hidden_sizes": 16, "neck_hidden_sizes": 16, "decoder_depths": 1, "block_sizes": 1,
-         "num_block_repeats": 1, "n_attn_blocks": 1, "depth": 1}
+         "num_block_repeats": 1, "n_attn_blocks": 1, "depth": 1, "image_size": 32}
 PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types")  # kinds of layers: one of each is built
 
 # What the rules above do not tell: settings that have to fit each other.
@@ -66,7 +66,13 @@ ODD: dict[str, dict[str, Any]] = {
     "patchtsmixer": {"context_length": 16, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2,
                      "prediction_length": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "efficientnet": {"hidden_dim": 2560}, "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
+    "efficientnet": {"hidden_dim": 640, "image_size": 64, "width_coefficient": 0.5, "depth_coefficient": 0.5},
+    "bamba": {"attn_layer_indices": [1]}, "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3}, "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": [16, 24, 32], "num_attention_heads": [1, 2, 3], "key_dim": [8] * 3,
+              "down_ops": [["Subsample", 8, 2, 4, 2, 2], ["Subsample", 8, 3, 4, 2, 2]]},
+    "led": {"attention_window": [8, 8]}, "wav2vec2-bert": {"feature_projection_input_dim": 16},
+    "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
     "esmc": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -113,7 +119,8 @@ def next_token(config: Any) -> dict[str, Any]:
 def translation(config: Any) -> dict[str, Any]:
     if not config.is_encoder_decoder:
         return next_token(config)
-    return {"input_ids": tokens(), "labels": tokens(8)}
+    text = tokens()
+    return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": tokens(8)}
 
 
 def text_class(config: Any) -> dict[str, Any]:
@@ -136,6 +143,8 @@ def image(config: Any) -> dict[str, Any]:
 
 
 def image_class(config: Any) -> dict[str, Any]:
+    if config.model_type == "imagegpt":  # of colours, not of pixels
+        return text_class(config)
     return {"pixel_values": pixels(config), "labels": torch.randint(CLASSES, (BATCH,))}
 
 
@@ -149,7 +158,8 @@ def depth(config: Any) -> dict[str, Any]:
 
 
 def video_class(config: Any) -> dict[str, Any]:
-    return {"pixel_values": pixels(config, getattr(config, "num_frames", 4)), "labels": torch.randint(CLASSES, (BATCH,))}
+    name = "pixel_values_videos" if config.model_type == "vjepa2" else "pixel_values"
+    return {name: pixels(config, getattr(config, "num_frames", 4)), "labels": torch.randint(CLASSES, (BATCH,))}
 
 
 def boxes(config: Any) -> dict[str, Any]:
@@ -162,6 +172,8 @@ def pairs(config: Any) -> dict[str, Any]:
 
 
 def speech(config: Any) -> dict[str, Any]:
+    if config.model_type == "wav2vec2-bert":  # of features, not of a wave
+        return {"input_features": torch.randn(BATCH, 40, 16), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
     return {"input_values": torch.randn(BATCH, 2000), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
 
 
@@ -170,6 +182,8 @@ def sound_class(config: Any) -> dict[str, Any]:
 
 
 def transcription(config: Any) -> dict[str, Any]:
+    if config.model_type == "speech_to_text":
+        return {"input_features": torch.randn(BATCH, 40, 16), "labels": tokens(8)}
     return {"input_features": torch.randn(BATCH, getattr(config, "num_mel_bins", 16), 40), "labels": tokens(8)}
 
 
