@@ -8,6 +8,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .errors import OptionError, PassError
-from .liveness import Workspace, no_workspace, timeline
+from .liveness import Workspace, no_workspace, resident_bytes, timeline
 from .options import Options
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.bucket_collectives import BucketCollectives
@@ -54,6 +55,8 @@ from .step_graph import Role, StepGraph, mutated_args, storage_roots
 from .step_pass import PassRecord, StepPass
 
 ANY = 2**62  # bytes, as a limit
+NEARER = (0.02, 0.005)  # of the transient peak: how much less is planned for where nothing fits
+TRIES = 8  # of that
 NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -168,20 +171,68 @@ def rewritten(
 ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
-    What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
-    at once, and the planner does not take them back. So all of it is left to the planner too. And a plan that
-    adds up as the step does may have to compute much again for logits that are there whole. Of all ways the one
-    that adds least time is taken, or else a smaller limit could have the faster step. If nothing fits with free
-    recomputation nor without, the smaller peak of both is taken.
+    Where nothing fits, it is planned in other ways, and the smallest peak is taken:
+
+    - with formats that lose something, less what `check_finite` keeps copies of, and without these formats: plans with
+      them are not mended, and look for the smallest peak among more;
+    - by the eager lowering for less than the smallest peak so far (`NEARER`): the smallest plan is looked for in larger
+      steps, and passes behind a plan can make less of one that is not the smallest itself. A larger budget would come by it.
 
     Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
     lowering, has what these passes have made of it, for other plans. `free` says with or without free recomputation, and
     only that way is gone.
     """
-    chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
     if limit_bytes is None:
-        return step, run(step, chosen(), workspace, workspace, observe)
+        return step, run(step, default(options, lowering, device=device, formats=formats), workspace, workspace, observe)
     heads = {} if heads is None else heads
+
+    def within(options: Options, limit: int, observe: Observer | None = None, smallest: bool = True
+               ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+        return _within(step, options, lowering, workspace, limit, device, observe, formats, heads, free, smallest)
+
+    def peak(found: tuple[StepGraph, Any]) -> int:
+        return timeline(found[0], workspace).peak_bytes
+
+    found, way = within(options, limit_bytes, observe), (options, limit_bytes)
+    if free is not None:
+        return found
+    copies = sum(r.peak_after - r.peak_before for r in found[1] if r.name == CheckFinite.name)
+    others = [(options, limit_bytes - copies)] if copies else []
+    if options.compress and not formats:  # else there is a plan already
+        others.append((replace(options, compress=None, adapt=False), limit_bytes))
+    for other in others:
+        if peak(found) > limit_bytes and peak(rival := within(*other)) < peak(found):
+            found, way = rival, other
+    resident, shares = resident_bytes(step), NEARER if lowering == "eager" else ()
+    for _ in range(TRIES):
+        if not shares or (least := peak(found)) <= limit_bytes:
+            break
+        nearer = way[0], max(limit_bytes, least - 1 - int(shares[0] * (least - resident)))
+        if peak(rival := within(*nearer, smallest=False)) < least:
+            found, way = rival, nearer
+        else:
+            shares = shares[1:]
+    if way == (options, limit_bytes):
+        return found
+    if observe:
+        found = within(*way, observe)  # it is told of what is taken last
+    if plan := found[0].plan:
+        found[0].plan = replace(plan, limit_bytes=plan.limit_bytes + limit_bytes - way[1])
+    return found
+
+
+def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspace, limit_bytes: int,
+            device: torch.device | None, observe: Observer | None, formats: Mapping[str, str], heads: Heads,
+            free: bool | None, smallest: bool) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+    """The step as it is planned for `limit_bytes`.
+
+    What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
+    at once, and the planner does not take them back. So all of it is left to the planner too. And a plan that
+    adds up as the step does may have to compute much again for logits that are there whole. Of all ways the one
+    that adds least time is taken, or else a smaller limit could have the faster step. If nothing fits with free
+    recomputation nor without, the smaller peak of both is taken; it is not looked for unless `smallest`.
+    """
+    chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
 
     def by(passes: Sequence[StepPass], observe: Observer | None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
         knows = next(i for i, each in enumerate(passes) if getattr(each, "peak_bytes", None) is not None)
@@ -197,7 +248,7 @@ def rewritten(
 
     if free is not None:
         return by(chosen(free=free), observe)
-    if lowering == "eager":  # a step may fit only once it writes into dead buffers, which no plan foresees
+    if lowering == "eager" and smallest:  # a step may fit only once it writes into dead buffers, which no plan foresees
         found = by(default(options, lowering, ANY, device, formats=formats), observe)
         if peak(found) <= limit_bytes:
             return found
@@ -205,8 +256,8 @@ def rewritten(
         return by(chosen(), observe)
     found = by(chosen(smallest=False), observe)
     if peak(found) > limit_bytes:
-        tight = by(chosen(free=False), observe)
-        if peak(tight) <= limit_bytes:
+        tight = by(chosen(free=False, smallest=smallest), observe)
+        if peak(tight) <= limit_bytes or not smallest:
             return tight
         last = by(chosen(), observe)
         best = min(found, tight, last, key=peak)

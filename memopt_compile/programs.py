@@ -132,6 +132,8 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         tried.append((program, record.step, record.after, record.passes))
         if planned <= highest and not (program.plan.fits if program.plan else record.after.peak_bytes <= planned):
             break  # no plan has less
+        if record.options.compress and record.lowering == "eager" and not program.watching:
+            break  # what copies it takes to take it back has been planned for
         excess = program.peak_bytes - limit
         log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)
@@ -292,8 +294,8 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
             workspace = workspace_of(captured, record.lowering)
             step, _ = pipelines.rewritten(captured, replace(record.options, **{option: setting}),
                                           record.lowering, workspace, limit, record.device, heads=record.heads, free=free)
-            peak = format_bytes(timeline(step, workspace).peak_bytes)
-            less.append(f"allow {option}={setting!r}: {peak}, {how}")
+            if (peak := timeline(step, workspace).peak_bytes) < needed:
+                less.append(f"allow {option}={setting!r}: {format_bytes(peak)}, {how}")
     states = [n.meta["val"] for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE]
     wide = sum(v.nbytes for v in states  # a count of steps may be no tensor
                if isinstance(v, torch.Tensor) and v.dtype is torch.float32 and v.numel() >= SMALL)

@@ -221,3 +221,23 @@ def test_outliers_leave_the_step_in_pieces():
     """An operator that writes in place what the step makes would keep it from being cut."""
     step = packed(two_layers(), "int4 outliers")
     assert can_cut(inlined(step, inductor.decompositions()))
+
+
+def test_what_is_kept_without_few_bits_is_kept_where_they_are_allowed():
+    """Copies of AdamA's states, to take the step back, are more than these few bits save."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(2) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))]
+    model = nn.Sequential(*layers, nn.Linear(32, 5))
+    opt = torch.optim.AdamW(model.parameters())
+
+    def step(x, y):
+        for a, b in memopt.micro_batches(2, x, y):
+            F.cross_entropy(model(a), b).backward()
+        opt.step()
+        opt.zero_grad()
+
+    args = torch.randn(256, 32), torch.arange(256) % 5
+    asked = {"lowering": "eager", "accumulate": "optimizer_states"}
+    (exact,) = memopt.explain(step, *args, memory_budget=[1000], **asked).points
+    report = memopt.explain(step, *args, memory_budget=exact.peak_bytes, compress="int4", **asked)
+    assert report.predicted_peak_bytes <= report.budget_bytes == exact.peak_bytes and not report.plan.largest_error

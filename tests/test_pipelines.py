@@ -1,5 +1,5 @@
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memopt_compile import pipelines
+import memopt_compile as memopt
+from memopt_compile import pipelines, programs
 from memopt_compile.costs import workspace
 from memopt_compile.errors import PassError, VerifyError
 from memopt_compile.liveness import timeline
-from memopt_compile.options import Options
+from memopt_compile.options import Options, format_bytes
 from memopt_compile.passes.split_live_ranges import SplitLiveRanges
+from memopt_compile.reporting.explaining import planned
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph
 from memopt_compile.step_pass import Numerics, PassRecord, StepPass
 
@@ -209,3 +211,58 @@ def test_plans_of_one_step_share_the_passes_that_no_limit_changes():
         assert [r.name for r in records] == [r.name for r in expected]
     assert step.text() == text
     assert ran.count("canonicalize") == 1 and ran.count("plan_memory") > 1
+
+
+class Skipping(nn.Module):
+    """A U-Net of two levels."""
+
+    def __init__(self):
+        super().__init__()
+
+        def block(before, behind):
+            return nn.Sequential(nn.Conv2d(before, behind, 3, padding=1), nn.GroupNorm(2, behind), nn.SiLU())
+
+        self.down, self.deeper, self.middle = block(3, 8), block(8, 16), block(16, 16)
+        self.up, self.further_up = nn.ConvTranspose2d(16, 16, 2, 2), nn.ConvTranspose2d(16, 8, 2, 2)
+        self.join, self.rejoin, self.last = block(32, 16), block(16, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        high = self.down(x)
+        low = self.deeper(nn.functional.max_pool2d(high, 2))
+        x = self.join(torch.cat([self.up(self.middle(nn.functional.avg_pool2d(low, 2))), low], 1))
+        return self.last(self.rejoin(torch.cat([self.further_up(x), high], 1)))
+
+
+def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
+    """The planner looks for the smallest peak in steps, and passes behind a plan make less of some plans."""
+    torch.manual_seed(0)
+    model = Skipping().double()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    record = planned(step, (x,), {"lowering": "eager", "memory_budget": "1GiB"}, captured_only=True)
+    costs, heads, seen = workspace(record.captured), {}, {}
+
+    def found(limit):
+        step, _ = pipelines.rewritten(record.captured, record.options, "eager", costs, limit, record.device,
+                                      lambda name, step: seen.update({name: step.plan}), heads=heads)
+        return step, timeline(step, costs).peak_bytes
+
+    tight = record.before.resident_bytes + 1000
+    refused, least = found(tight)
+    assert not refused.plan.fits and seen["recompute"].again == refused.plan.again
+    monkeypatch.setattr(pipelines, "NEARER", ())
+    _, once = found(tight)
+    assert least < once
+    monkeypatch.undo()
+    kept, peak = found((least + once) // 2)
+    assert peak <= (least + once) // 2 and kept.plan
+    with pytest.raises(memopt.InfeasibleBudget, match="smallest peak") as refusal:
+        programs.fitted(record.captured, replace(record, options=replace(record.options, memory_budget=tight), heads=heads))
+    assert format_bytes(least, enough=True) in refusal.value.do
+    assert "compress=" not in refusal.value.do  # one way of planning with it needs more

@@ -19,8 +19,8 @@ BATCH, LENGTH, VOCABULARY, CLASSES, SIDE = 2, 16, 96, 4, 32
 Inputs = Callable[[Any], dict[str, Any]]
 
 
-def tokens(length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(4, VOCABULARY, (BATCH, length))
+def tokens(length: int | None = None) -> torch.Tensor:
+    return torch.randint(4, VOCABULARY, (BATCH, LENGTH if length is None else length))
 
 
 def images(side: int = SIDE) -> torch.Tensor:
