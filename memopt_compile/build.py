@@ -13,10 +13,10 @@ from . import (
     compat,
     data_sizes,
 )
+from .metadata import correct_types
 from .step_graph import Input, Phase, Role, StepGraph, nbytes
 
 SEED = torch.ops.memopt.seed.default
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 GRADIENT = torch.ops.memopt.gradient.default
 
 
@@ -72,24 +72,10 @@ def step_graph(module: fx.GraphModule, origin: Sequence[tuple[str, Any, bool]],
         inputs.append(Input(node.name, role, label, nbytes(value),
                             trained and isinstance(value, Tensor)))
     step = StepGraph(module, tuple(inputs), kind=kind)
-    _correct_normalizers(module.graph)
+    correct_types(module.graph)
     step.phases = _phases(module.graph)
     _remove_markers(step)
     return step
-
-
-def _correct_normalizers(graph: fx.Graph) -> None:
-    """torch 2.11 takes the normalizer of an attention in float64 on a CPU for float32; the kernel gives
-    float64. What reads it would be sized, and tried out, with the wrong type."""
-    for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        result, normalizer = node.meta["val"]
-        if result.dtype == torch.float64 != normalizer.dtype:
-            with normalizer.fake_mode:
-                right = normalizer.to(torch.float64)
-            node.meta["val"] = result, right
-            for item in node.users:
-                if item.args[1:] == (1,):
-                    item.meta["val"] = right
 
 
 def _phases(graph: fx.Graph) -> dict[fx.Node, Phase]:

@@ -1,11 +1,12 @@
 """Whether what a step graph says of its values is what its operators make: shapes, strides and types.
 
-Every operator runs again on fake tensors, in the graph's order. That takes as long as tracing did, so passes are
+Of a few results torch itself says the wrong type, which `correct_types` puts right. To check the rest every operator runs again on fake tensors, in the graph's order. That takes as long as tracing did, so passes are
 held to it by their tests and by `verify=True`, not in every compilation.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -14,6 +15,44 @@ from torch import Tensor, fx
 from . import compat
 from .errors import VerifyError
 from .step_graph import StepGraph, describe, source_line
+
+aten = torch.ops.aten
+NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
+         aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+         aten._native_batch_norm_legit_functional.default)
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def correct_types(graph: fx.Graph) -> None:
+    """What a CPU's kernels make, where torch has another type for it. What reads that would be sized, and tried out, with
+    the wrong one.
+
+    - A norm's mean and deviation are float32 if its weights or running statistics are, though its input has 16 bits.
+    - The normalizer of an attention in float64 is float64 (torch 2.11).
+    """
+    corrected: set[fx.Node] = set()
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        if node.target is operator.getitem and node.args[0] in corrected:
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        elif node.target is aten.detach.default and node.args[0] in corrected:
+            node.meta["val"] = node.args[0].meta["val"]
+        elif wrong := {i: t for i, t in _of_kernels(node).items() if values[i].dtype != t}:
+            with values[0].fake_mode:
+                node.meta["val"] = tuple(v.to(wrong[i]) if i in wrong else v for i, v in enumerate(values))
+        else:
+            continue
+        corrected.add(node)
+
+
+def _of_kernels(node: fx.Node) -> dict[int, torch.dtype]:
+    """The types of those results that may be recorded wrongly, by their places."""
+    if node.target not in (*NORMS, ATTENTION) or node.meta["val"][0].device.type != "cpu":
+        return {}
+    if node.target is ATTENTION:
+        return {1: torch.float64} if node.meta["val"][0].dtype == torch.float64 else {}
+    read = {a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)}
+    return dict.fromkeys((1, 2), torch.float32) if torch.float32 in read else {}
 
 
 def check_metadata(step: StepGraph) -> None:
@@ -33,6 +72,8 @@ class _Checking(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
         known = n.meta.get("val")
+        if _of_kernels(n):
+            return known
         tensors = isinstance(made, Tensor) and isinstance(known, Tensor)
         if n.op == "call_function" and tensors and _kind(made) != _kind(known):
             raise VerifyError(f"{n.name} is said to be {describe(n)} with strides {list(known.stride())}, and its "

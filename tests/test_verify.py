@@ -67,6 +67,36 @@ def test_a_value_that_its_operator_does_not_make(spoil):
         check_metadata(step)
 
 
+class Norms(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Linear(8, 5)
+        self.norms = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.GroupNorm(2, 8), torch.nn.InstanceNorm2d(8, affine=True))
+        self.rows = torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.last(self.rows(self.norms(self.first(x)).relu().mean((2, 3)).bfloat16()))
+
+
+def test_statistics_of_norms_under_autocast_are_in_the_kernels_type():
+    """In float32, and their bytes in the prediction. torch says bfloat16."""
+    model = Norms()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    run = memopt.compile(step, lowering="eager", verify=True)
+    run(torch.randn(16, 3, 12, 12), torch.randint(5, (16,)))
+    found = memopt.report(run)
+    assert found.predicted_peak_bytes == found.measured_peak_bytes
+
+
 @dataclass(frozen=True)
 class ForgetUpdate(StepPass):
     name: ClassVar[str] = "forget_update"
