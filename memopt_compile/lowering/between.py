@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..arena import WINDOW
+from ..checks import is_check
 from ..collectives import is_collective, is_wait, operands
 from ..compat.trace import is_fake
 from ..costs import of_gloo
@@ -23,7 +24,7 @@ SEEDS = "prims.inductor_seeds.default"
 
 def in_its_place(node: fx.Node) -> bool:
     """Whether the program runs `node` neither earlier nor later than the schedule says (rules 7 and 8)."""
-    return node.target is REQUIRE_FINITE or is_transfer(node) or _for_an_arena(node)
+    return node.target is REQUIRE_FINITE or is_check(node) or is_transfer(node) or _for_an_arena(node)
 
 
 def _for_an_arena(node: fx.Node) -> bool:

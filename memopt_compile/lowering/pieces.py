@@ -21,8 +21,8 @@ Rules:
    as tensors that stay what they are. Of sizes that only the data tell there may be some within a piece:
    no cut comes between what makes such a size and the last that reads a value of it.
 6. Collectives and their readers are in one piece: a result on its way is not handed over.
-7. Where the step may be taken back (`finiteness`) or a copy between host and device begins or has to
-   be over (`transfers`) there is a cut, and the program does that.
+7. Where the step may be taken back (`finiteness`) or ends by a check of data (`checks`), or a copy between host and
+   device begins or has to be over (`transfers`), there is a cut, and the program does that.
 8. With an arena the same goes for collectives, their waits, and whatever writes a tenant. So what comes
    into bytes of the arena comes when the schedule says so, and pieces see tenants as any other input:
    no two that a piece is given share bytes. (Rule 6 has nothing left to do then.)
