@@ -19,7 +19,7 @@ def of_two(rank, ranks):
 
 
 def of_four(rank, ranks):
-    found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=5)
+    found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=3)
              for stage in (0, 2, 3)}
     for stage in (1, 2, 3):
         found["replicas", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64, cases.adamw,
