@@ -37,11 +37,6 @@ settings.load_profile("repeatable")
 TESTS = itertools.count(1)
 
 
-def pytest_collection_modifyitems(items):
-    """What runs in several processes begins, since the last tests should be short: workers share those out."""
-    items.sort(key=lambda item: "zero" not in item.path.parts)
-
-
 def pytest_runtest_setup(item):
     if next(TESTS) % 25 == 0:
         gc.collect()
