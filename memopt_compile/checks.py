@@ -7,8 +7,6 @@ stands beside, and has begun. Such a step is not captured (`of_gradients`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -27,10 +25,6 @@ def of_gradients(gm: fx.GraphModule) -> fx.Node | None:
             if is_check(node):
                 return node
             made.add(node)
-            if str(getattr(node.target, "__name__", node.target)).endswith("_"):
-                made.update(each for each in pytree.tree_leaves(_changed(node)) if isinstance(each, fx.Node))
+            if str(getattr(node.target, "__name__", node.target)).endswith(("_", "setitem")):  # in place
+                made.update(each for each in pytree.tree_leaves(node.args[:1]) if isinstance(each, fx.Node))
     return None
-
-
-def _changed(node: fx.Node) -> Any:
-    return node.args[0] if node.args else ()

@@ -1,7 +1,8 @@
 """Whether what a step graph says of its values is what its operators make: shapes, strides and types.
 
-Of a few results torch itself says the wrong type, which `correct_types` puts right. To check the rest every operator runs again on fake tensors, in the graph's order. That takes as long as tracing did, so passes are
-held to it by their tests and by `verify=True`, not in every compilation.
+Of a few results torch itself says the wrong type, which `correct_types` puts right. To check the rest every operator runs
+again on fake tensors, in the graph's order. That takes as long as tracing did, so passes are held to it by their tests and
+by `verify=True`, not in every compilation.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ def stepped(check_gradients, **options):
                 assert torch.isfinite(loss), "the loss"
             loss.backward()
         if check_gradients:
-            assert torch.isfinite(torch.stack([p.grad.norm() for p in model.parameters()]).norm()), "the norm"
+            norms = torch.zeros(len(list(model.parameters())))
+            for i, p in enumerate(model.parameters()):
+                norms[i] = p.grad.norm()
+            assert torch.isfinite(norms.norm()), "the norm"
         opt.step()
         opt.zero_grad()
         return loss.detach()
