@@ -102,9 +102,9 @@ def slab_by_slab(parameter: list[Tensor], grad: list[Tensor], state: list[Tensor
     block, count, device = optimizer.block(p, group), p.numel(), given[0].device
     length = max(1, elements_on(device, ELEMENTS if count < LARGE else OF_LARGE) // block) * block
     kernel = _kernel((method, names, keys, tuple(values)), tuple(layout[:3]), dtype, length,
-                     tuple((kind.size and kind.size(length), t.dtype) for kind, t in zip(kinds, given)),
+                     tuple((kind.size and kind.size(length), t.dtype, t.device) for kind, t in zip(kinds, given)),
                      (len(parameter), len(grad)), tuple((n.is_cuda or n.item() != 0, n.dtype, n.device) for n in numbers),
-                     device, torch.get_num_threads())
+                     torch.get_num_threads())
     place = torch.empty((), dtype=torch.int32, device="cpu")
     counts = [(t, t.clone()) for k, t in zip(kinds, given) if not k.size]
     for first in some(range(0, count, length)):
@@ -180,7 +180,7 @@ class _TensorsForNumbers(TorchFunctionMode):
 
 @functools.cache
 def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int, shapes: tuple, counts: tuple,
-            numbers: tuple, device: torch.device, threads: int) -> Callable[[list], Sequence[Tensor]]:
+            numbers: tuple, threads: int) -> Callable[[list], Sequence[Tensor]]:
     """The update of one slab in place, compiled: takes where it is, its tensors and the numbers, in a list."""
     parts, others = counts[0], sum(counts)
     place: Any = None
@@ -209,7 +209,7 @@ def _kernel(of: tuple, layout: tuple[int, ...], dtype: torch.dtype, length: int,
 
     def example() -> list[Tensor]:
         return [torch.empty((), dtype=torch.int32, device="cpu"),
-                *(torch.empty(() if size is None else (size,), dtype=kind, device=device) for size, kind in shapes),
+                *(torch.empty(() if size is None else (size,), dtype=kind, device=where) for size, kind, where in shapes),
                 *(torch.empty((), dtype=kind, device=where) for _, kind, where in numbers)]
 
     with trace.real_tensors():

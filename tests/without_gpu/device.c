@@ -196,6 +196,9 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 CUresult cuGetErrorString(CUresult error, const char **text) { *text = "error"; return 0; }
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  struct cudaPointerAttributes found;
+  cudaPointerGetAttributes(&found, (void *)pointer);
+  if (found.type != cudaMemoryTypeDevice) return CUDA_ERROR_INVALID_VALUE; /* as for the host's: no kernel may read it */
   if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) *(CUdeviceptr *)value = pointer;
   else *(unsigned *)value = 0;
   return 0;
