@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt_compile as memopt
 from memopt_compile.compat.dry_run import FakeTensorMode
-from memopt_compile.lowering.replaying import RECORDINGS, WARM, Replayed, obstacle
+from memopt_compile.lowering.replaying import RECORDINGS, WARM, Replayed, obstacle, rehearse
 from memopt_compile.step_graph import Input, Role, StepGraph
 
 # ------------------------------------------------------------------------ what stands in the way
@@ -152,3 +152,14 @@ class TestOnDevice:
     def test_a_budget_holds_the_graphs_memory_too(self):
         peak = trained(calls=1)[2].predicted_peak_bytes
         assert "the budget is" in same(memory_budget=peak).replayed
+
+    def test_a_recording_that_fails_leaves_no_trace(self):
+        device, expected = torch.device("cuda", torch.cuda.current_device()), []
+        ones = torch.ones(1000, device=device)
+        for failing in (False, True):
+            torch.manual_seed(0)
+            if failing:
+                with pytest.raises(RuntimeError):
+                    rehearse(lambda held: (held[0] + torch.rand_like(held[0])).sum().item(), [ones], device)
+            expected.append(torch.rand(3, device=device))
+        assert torch.equal(*expected) and torch.cuda.current_stream() == torch.cuda.default_stream()

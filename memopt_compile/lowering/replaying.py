@@ -11,6 +11,7 @@ To launch kernels one by one takes the host some microseconds each, and to call 
    again, `RECORDINGS` times in all; what changes more often runs unrecorded.
 4. A graph keeps the memory that the step frees, between steps too. All graphs on a device share one pool, as no
    two run at once. With a budget the pool counts: where it does not fit, the step runs unrecorded.
+5. A first recording is a rehearsal and thrown away (`rehearse`): one that fails must leave no trace.
 
 The numbers are the same: the same kernels run in the same order.
 """
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import is_collective, is_wait
+from ..compat.recording import give_up_pool
 from ..finiteness import REQUIRE_FINITE
 from ..options import format_bytes
 from ..step_graph import Role, StepGraph, mutated_args, storage_roots
@@ -64,6 +66,32 @@ def obstacle(step: StepGraph) -> str | None:
 @functools.cache
 def _pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle()
+
+
+def recorded(run: Callable[[list], Any], held: list, pool: Any) -> tuple[Any, Any]:
+    """A graph of `run(held)`, and its results."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return graph, run(list(held))
+
+
+def rehearse(run: Callable[[list], Any], held: list, device: torch.device) -> None:
+    """Record `run(held)` for nothing; whatever forbids it is raised, and the process is as before.
+
+    A recording that fails has the stream of recordings stay current, the allocator wait for its end, and the generator
+    of random numbers refuse to draw ever again: that is a stand-in, with numbers like the device's own.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    own, pool = generator.graphsafe_get_state(), torch.cuda.graph_pool_handle()
+    generator.graphsafe_set_state(own.clone_state())
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream(device)):
+            recorded(run, held, pool)
+    except Exception:
+        give_up_pool(device, pool)
+        raise
+    finally:
+        generator.graphsafe_set_state(own)
 
 
 @dataclass(eq=False)
@@ -127,13 +155,13 @@ class Replayed:
             if isinstance(inputs[i], Tensor) and inputs[i].device.type == "cuda":
                 self.buffers[i] = torch.empty_like(inputs[i]).copy_(inputs[i])
         held = [self.buffers.get(i, value) for i, value in enumerate(inputs)]
-        torch.cuda.empty_cache()
-        before, graph = torch.cuda.memory_reserved(self.device), torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=_pool(self.device), capture_error_mode="thread_local"):
-                made = self.run(list(held))
+            rehearse(self.run, held, self.device)
         except Exception as error:  # nothing has run: whatever it was, the step can do without
             return self._stop(f"PyTorch cannot record it: {(str(error) or repr(error)).splitlines()[0]}")
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graph, made = recorded(self.run, held, _pool(self.device))
         grown = torch.cuda.memory_reserved(self.device) - before
         results = tuple(_Given.of(each, held) for each in made)
         if reason := self._too_much(results, held, grown):

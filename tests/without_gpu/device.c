@@ -50,10 +50,6 @@ cudaError_t cudaHostAlloc(void **result, size_t bytes, unsigned flags) {
 cudaError_t cudaFreeHost(void *start) { free(start); return 0; }
 cudaError_t cudaMemGetInfo(size_t *left, size_t *all) { *all = capacity(), *left = *all - used; return 0; }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) { memmove(to, from, n); return 0; }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  memmove(to, from, n);
-  return 0;
-}
 cudaError_t cudaMemset(void *to, int value, size_t n) { memset(to, value, n); return 0; }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t stream) { memset(to, value, n); return 0; }
 
@@ -125,17 +121,30 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms 
 /* A graph is a number. `device_operators` keeps what was computed while it was captured, and computes it again. */
 static cudaStream_t captured = (cudaStream_t)-1;
 static unsigned long long captures = 0;
+static int spoilt = 0;
 static void (*end_capture)(uintptr_t), (*launch_graph)(uintptr_t);
 void without_gpu_graphs(void (*end)(uintptr_t), void (*launch)(uintptr_t)) { end_capture = end, launch_graph = launch; }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
-  captured = stream, captures++;
+  captured = stream, captures++, spoilt = 0;
+  return 0;
+}
+/* What waits for the device, or for the host's memory, is not allowed then, and ends it. */
+static cudaError_t waits(cudaStream_t stream) {
+  if (stream != captured) return 0;
+  spoilt = 1;
+  return cudaErrorStreamCaptureUnsupported;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return waits(stream); }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  if (stream == captured && kind != cudaMemcpyDeviceToDevice) return waits(stream);
+  memmove(to, from, n);
   return 0;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-  captured = (cudaStream_t)-1, *graph = HANDLE(cudaGraph_t);
+  captured = (cudaStream_t)-1, *graph = spoilt ? 0 : HANDLE(cudaGraph_t);
   if (end_capture) end_capture((uintptr_t)*graph);
-  return 0;
+  return spoilt ? cudaErrorStreamCaptureInvalidated : 0;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { *count = 1; return 0; }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
