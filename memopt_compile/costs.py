@@ -5,9 +5,10 @@ in a convolution, partial sums in a backward, an index in sorted order. No table
 so each distinct call (operator, shapes, strides, dtypes, constants) is run once on made-up
 tensors under the allocation recorder, and the answer is kept for the process. Views hold nothing and
 are not run. Pointwise operators hold copies of operands in other dtypes than their result; those that cast nothing
-are run on one element each, for the tensors that their numbers become. All are run on the CPU: of a step elsewhere
-only ours, which hold as much there, and the rest is taken to hold nothing. (On CUDA made-up operands may end the
-process's use of the device.)
+are run on one element each, for the tensors that their numbers become. They are run on the CPU; on a GPU those
+that are known to hold something there (`ON_A_GPU`), if the memory that is free takes their operands, and the rest is
+taken to hold nothing: what a kernel does not like in made-up operands may end the process's use of the device. Ours
+hold as much on a CPU and are run there.
 Operators of other libraries are not run, since they may do more than compute. One with a body of its own
 (`torch.cond`) holds what is alive in that. Collectives are not run either, since the other ranks would take
 part: what gloo holds is known (`of_gloo`). While a profiler records, nothing can be run under a second one.
@@ -27,6 +28,7 @@ from torch import Tensor, fx
 from . import ctc
 from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat.trace import hinted, profiler_active, pytree, real_tensors
+from .devices import free_bytes
 from .distributed import planned
 from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
@@ -39,6 +41,14 @@ from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 # these hold workspace there. The rest becomes loops of its own.
 LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft", "_cudnn", "miopen",
            "cudnn", "sort", "topk", "linalg", "_linalg", "quantize", "compiled_update", "ctc_loss")
+
+# What holds workspace on a GPU, by the start of the operator's name: products, attention, convolutions, sums that
+# blocks of threads make in parts, and sorts of places.
+ON_A_GPU = (*LIBRARY, "mm", "addmm", "bmm", "baddbmm", "_efficient_attention", "_flash_attention", "native_layer_norm",
+            "native_batch_norm", "_native_batch_norm", "native_group_norm", "_fused_rms_norm", "sum", "mean", "var", "std",
+            "norm", "cumsum", "embedding_dense_backward", "index_put", "index_add", "scatter", "nll_loss", "_softmax",
+            "_log_softmax", "argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
+ROOM = 0.5  # of the bytes that are free there
 
 # These go on until their numbers are small enough: they are run on numbers that have them go furthest.
 UNTIL_SMALL = ("linalg_matrix_exp",)
@@ -131,7 +141,7 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
             return 0
         args, kwargs = pytree.tree_map_only(Tensor, _one_element, (args, kwargs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    if target.namespace != "memopt" and device.type != "cpu":
+    if target.namespace != "memopt" and device.type != "cpu" and not _runs_on(device, target, tensors):
         return 0
     if target is IN_SLABS_:
         args = of_one_slab(*args)
@@ -142,6 +152,12 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
             return 0
         _known[key] = _measure(target, args, kwargs, device)
     return _known[key]
+
+
+def _runs_on(device: torch.device, target: Any, tensors: list[Tensor]) -> bool:
+    """Whether a GPU may run `target` on made-up operands."""
+    return (device.type == "cuda" and torch.cuda.is_available() and target.__name__.startswith(ON_A_GPU)
+            and all(hinted(t.numel()) for t in tensors) and sum(map(nbytes, tensors)) <= ROOM * free_bytes(device))
 
 
 @functools.cache
@@ -185,16 +201,17 @@ def _keep_as_many_as_given(places: list[Any], values: Tensor) -> None:
     """Have a mask among `places` as many trues as there are values for it."""
     for at, mask in enumerate(places):
         if mask is not None and mask.dtype == torch.bool and values.dim() > at and values.shape[at] != 1:
-            mask &= torch.arange(mask.numel()).view(mask.shape) < values.shape[at]
+            mask &= torch.arange(mask.numel(), device=mask.device).view(mask.shape) < values.shape[at]
             return
 
 
 def _measure(target: Any, args: Any, kwargs: Any, device: torch.device) -> int:
-    """Peak of one run on made-up operands, less the bytes of its results: on a CPU, but for what is compiled for
-    `device`."""
+    """Peak of one run on made-up operands, less the bytes of its results: on `device`, but of ours that are not compiled
+    for it on a CPU."""
     compiled = target.__name__.startswith("compiled") and torch.get_device_module(device).is_available()
-    there = None if compiled else "cpu"
-    with real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad(), few_slabs(device):
+    there = None if compiled else "cpu" if target.namespace == "memopt" else device
+    drawing = [] if there == "cpu" or device.type == "cpu" else [device]
+    with real_tensors(), torch.random.fork_rng(devices=drawing), torch.no_grad(), few_slabs(device):
         args, kwargs = stand_ins((args, kwargs), there, random=target.__name__.startswith(UNTIL_SMALL),
                                  apart=target.__name__.startswith(COUNT))
         run = partial(target, *args, **kwargs)
