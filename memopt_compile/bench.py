@@ -53,20 +53,25 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         print(json.dumps({"refused": refusal.what}))
         return
     timed()  # The optimizer's state is there by now and nothing compiles any more.
+    on_cuda = torch.cuda.is_initialized()
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
     seen = measure(step, *batch, resident=resident)
     found |= {"peak": seen.peak_bytes, "live": [size for _, size in seen.timeline]}
+    if on_cuda:  # with workspace that libraries keep
+        found["allocated"] = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
     if backend == "memopt":
         from .report import report
 
         found["predicted"] = report(step).predicted_peak_bytes or 0
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
-        if torch.cuda.is_initialized():
+        if on_cuda:
             timed()  # takes the memory that it needs
-            print(json.dumps([timed(ON_CUDA)]), flush=True)
+        print(json.dumps([timed(ON_CUDA if on_cuda else 1)]), flush=True)
+        if on_cuda:
             torch.cuda.empty_cache()
-        else:
-            print(json.dumps([timed()]), flush=True)
 
 
 def compare(command: Sequence[str], ways: Mapping[str, Sequence[str]] = WAYS, share: float | None = None,

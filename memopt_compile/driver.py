@@ -95,8 +95,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = _lowering(opts.lowering, _device(example_inputs))
-    if lowering == "inductor" and _device(example_inputs).type == "cpu" and not nothing_runs():
-        inductor.warm_up()
+    if lowering == "inductor" and not nothing_runs():
+        inductor.warm_up({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)

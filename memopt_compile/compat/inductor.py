@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, maybe_warm_pool
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -50,9 +50,14 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def warm_up() -> None:
-    """Begin, on another thread, what the first C++ kernel of a process has to wait for: trying
-    the compiler on this processor's vector instructions, and the headers of every kernel."""
+def warm_up(devices: set[str]) -> None:
+    """Begin, beside this thread, what the first kernel of a process has to wait for: on a CPU, trying the compiler on
+    this processor's vector instructions, and the headers of every kernel; on a GPU the processes that compile for
+    it, without which each kernel is compiled by this one."""
+    if devices - {"cpu"}:
+        maybe_warm_pool()
+    if "cpu" not in devices:
+        return
     kernel = ('#include <torch/csrc/inductor/cpp_prefix.h>\n'
               'extern "C" void kernel(const float* x) {}  // uses at::vec::\n')
 

@@ -9,7 +9,6 @@ for longer. Which of the two needs less differs from piece to piece, and only In
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +49,8 @@ class Pieces:
     """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's order within
     each until `reorder` is called, and ``new`` the names of those that were not compiled before.
 
-    `begin`: the C++ compiler works on a piece while it is still lowered. Else it waits for that of the piece's kernels,
-    or for `finish`, which comes before the first call.
+    `begin`: the C++ compiler works on a piece while the next one is lowered. Else it waits for that of the piece's kernels,
+    or for `finish`, which comes before the first call. Triton's processes begin at once.
     """
 
     def __init__(self, parts: Mapping[str, Piece], on_cpu: bool, begin: bool) -> None:
@@ -109,8 +108,7 @@ class Pieces:
         if name not in self.new:
             self.new.append(name)
         kernels = inductor.Kernels()
-        # Triton's kernels are wanted by Inductor as soon as a graph is lowered; those of a CPU can come later.
-        with kernels.put_off(begin=self.at_once) if self.on_cpu else contextlib.nullcontext():
+        with kernels.put_off(begin=self.at_once):
             compiled = Compiled(*inductor.compile_graph(part.module(), in_order=in_order), kernels)
         if part.key is not None:
             _cache[key] = compiled

@@ -2,9 +2,9 @@
 
     python tests/coverage/on_cuda.py [--only NAME ...] [--small]
 
-Each way is in a process of its own. The processes compile at the same time, and those of a model whose budget is
-another's measured peak begin after that one; then they are timed alone, in turns. In bfloat16 by autocast. Bytes
-are of the step, with parameters, gradients, optimizer state and batch; cuBLAS's workspace is in none of them.
+Each way is in a process of its own. The processes compile at the same time, and those whose budget is another's
+measured peak begin after that one; then each is timed alone, in turns. In bfloat16 by autocast. Peaks are of the step,
+with parameters, gradients, optimizer state and batch; the allocator's own count has workspace that libraries keep, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ _spec = importlib.util.spec_from_file_location("example_models", Path(__file__).
 models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
-HEAD = ("model", "way", "peak MiB", "of the lower", "predicted MiB", "error", "ms a step", "of torch.compile")
+HEAD = ("model", "way", "peak MiB", "of the lower", "predicted MiB", "error", "allocator's MiB", "ms a step", "of torch.compile")
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,21 @@ def resnet(small: bool, device: str) -> tuple[nn.Module, Callable, tuple]:
     return model, lambda x, y: F.cross_entropy(model(x).logits, y), (images, labels)
 
 
+def short(small: bool, device: str) -> tuple[nn.Module, Callable, tuple]:
+    """A step that the device is done with before the host has launched the next kernel."""
+    model = models.GPT(models.GPTConfig(65, 4, 64, 4, 32)).to(device)
+    tokens = torch.randint(65, (2, 32), device=device)
+    return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()), (tokens, tokens.roll(-1, 1))
+
+
 CASES: dict[str, tuple[Callable, int, dict[str, Way]]] = {  # what makes a model, micro-batches, ways
-    "GPT": (gpt, 1, THREE | {"memopt, one big graph": Way(options={"pieces": False}),
-                             "memopt, CUDA graphs": Way(options={"cuda_graphs": True}),
-                             CHECKPOINTS: Way("inductor", checkpoints=True)} | WITHIN),
+    "GPT": (gpt, 1, {CHECKPOINTS: Way("inductor", checkpoints=True)} | THREE | {
+        "memopt, CUDA graphs": Way(options={"cuda_graphs": True}),
+        "memopt, one big graph": Way(options={"pieces": False})} | WITHIN),
     "GPT, 4 micro-batches": (lambda *given: gpt(*given, 4, 2), 4, THREE | {
         "memopt, AdamA": Way(options={"accumulate": "optimizer_states"})}),
     "BERT": (bert, 1, THREE), "ResNet": (resnet, 1, THREE),
+    "short GPT": (short, 1, THREE | {"memopt, CUDA graphs": Way(options={"cuda_graphs": True})}),
 }
 
 
@@ -129,29 +138,59 @@ def work(given: argparse.Namespace) -> None:
     bench.answer(run, batch, way.compiler, trained)
 
 
-def measured(given: argparse.Namespace, case: str, start: Callable) -> dict[str, tuple[Any, dict]]:
+def measured(case: str, start: Callable) -> dict[str, tuple[Any, dict]]:
     """The processes of one model, ready to be timed, and what they found: those with budgets after the others."""
     ways, found = CASES[case][2], {}
-    for wave in ([n for n in ways if not ways[n].budget_of], [n for n in ways if ways[n].budget_of]):
-        workers = {}
-        for name in wave:
-            budget = int(ways[name].share * found[ways[name].budget_of][1]["peak"]) if ways[name].budget_of else 0
-            workers[name] = start(case, name, budget)
-        for name, worker in workers.items():
-            try:
-                found[name] = worker, {**worker.answer(), "at": time.perf_counter()}
-                print(f"{case}: {name}: {found[name][1]['first']:.0f} s", file=sys.stderr, flush=True)
-            except (memopt.MemoptError, KeyError) as error:
-                print(f"{case}: {name}: {error}", file=sys.stderr, flush=True)
-                found.pop(name, None)
+    workers = {name: start(case, name, 0) for name, way in ways.items() if not way.budget_of}
+    asked = list(workers)
+    for name in asked:
+        worker, late = workers[name]
+        try:
+            answer = worker.answer()
+        except memopt.MemoptError as error:
+            answer = {"refused": error}
+        late.cancel()
+        if "refused" in answer:
+            print(f"{case}: {name}: {answer['refused']}", file=sys.stderr, flush=True)
+            continue
+        print(f"{case}: {name}: first call {answer['first']:.0f} s", file=sys.stderr, flush=True)
+        found[name] = worker, answer
+        for other in (n for n, way in ways.items() if way.budget_of == name):
+            workers[other] = start(case, other, int(ways[other].share * answer["peak"]))
+            asked.append(other)
     return found
+
+
+def table_of(case: str, found: dict[str, tuple[Any, dict]], rounds: int) -> list[tuple[str, ...]]:
+    """Rows of one model, its ways timed in turns."""
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(rounds):
+        for name, (worker, _) in list(found.items()):
+            try:
+                times[name] += worker.ask()
+            except (memopt.MemoptError, OSError) as error:
+                print(f"{case}: {name}: {error}", file=sys.stderr, flush=True)
+                del found[name]
+    others = [name for name in ("eager", "torch.compile") if name in found]
+    lower = min((found[name][1]["peak"] for name in others), default=float("nan"))
+    beside = statistics.median(times["torch.compile"]) if "torch.compile" in found else float("nan")
+    rows = []
+    for name, (_, each) in found.items():
+        told = (f"{each['predicted'] / 2**20:.2f}", f"{each['predicted'] / each['peak'] - 1:+.2%}") if (
+            "predicted" in each) else ("", "")
+        seconds = statistics.median(times[name])
+        rows.append((case, name, f"{each['peak'] / 2**20:.2f}", f"{each['peak'] / lower:.3f}", *told,
+                     f"{each['allocated'] / 2**20:.2f}" if "allocated" in each else "",
+                     f"{1e3 * seconds:.2f}", f"{seconds / beside:.3f}"))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5, help="of ten calls each on a GPU")
     parser.add_argument("--small", action="store_true", help="small models")
+    parser.add_argument("--patience", type=float, default=1200, help="seconds; what has not compiled by then is left out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one way of it, in this process
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -159,28 +198,22 @@ def main() -> None:
     given = parser.parse_args()
     if given.case:
         return work(given)
-    rows = []
+    rows, end = [], time.monotonic() + given.patience
     with ExitStack() as stack, ThreadPoolExecutor(len(given.only)) as threads:
+        cache = stack.enter_context(tempfile.TemporaryDirectory())
+
         def start(case: str, way: str, budget: int) -> Any:
-            cache = stack.enter_context(tempfile.TemporaryDirectory())
             command = [sys.executable, __file__, "--case", case, "--way", way, "--budget", str(budget),
                        "--device", given.device, *["--small"] * given.small]
-            return stack.enter_context(bench._Worker(command, cache))
+            worker = stack.enter_context(bench._Worker(command, cache))
+            late = threading.Timer(max(0.0, end - time.monotonic()), worker.process.kill)
+            late.start()
+            return worker, late
 
-        cases = dict(zip(given.only, threads.map(lambda case: measured(given, case, start), given.only)))
+        cases = dict(zip(given.only, threads.map(lambda case: measured(case, start), given.only)))
         for case, found in cases.items():
-            times: dict[str, list[float]] = {name: [] for name in found}
-            for _ in range(given.rounds):
-                for name, (worker, _) in found.items():
-                    times[name] += worker.ask()
-            lower = min(each["peak"] for name, (_, each) in found.items() if name in ("eager", "torch.compile"))
-            beside = statistics.median(times["torch.compile"])
-            for name, (_, each) in found.items():
-                told = (f"{each['predicted'] / 2**20:.2f}", f"{each['predicted'] / each['peak'] - 1:+.2%}") if (
-                    "predicted" in each) else ("", "")
-                seconds = statistics.median(times[name])
-                rows.append((case, name, f"{each['peak'] / 2**20:.2f}", f"{each['peak'] / lower:.3f}", *told,
-                             f"{1e3 * seconds:.2f}", f"{seconds / beside:.3f}"))
+            rows += table_of(case, found, given.rounds)
+            print(*rows[-len(found):], sep="\n", file=sys.stderr, flush=True)
     print(tabulate(rows, HEAD, tablefmt="github", disable_numparse=True))
 
 
