@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 # Under a default device `torch.compile` itself loses the device of a `linspace` given to `backward`, and of a `randn`.
-ROWS = [name for name in rows.ROWS if name not in ("weighted_backward", "default_device", "adversaries")]
+ROWS = [name for name in rows.ROWS if name != "default_device"]
 
 NOTHING_COMPUTED = "WITHOUT_GPU" in os.environ and "TRITON_INTERPRET" not in os.environ
 
