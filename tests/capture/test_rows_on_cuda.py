@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.gpu,
 
 # Not where cuDNN draws eager's dropout, from a state of its own: what is traced cell by cell draws by PyTorch's generator.
 ROWS = [name for name in rows.ROWS if name not in ("lstm_with_dropout", "gru_with_dropout")]
-# Before torch 2.13 Inductor runs what draws in an order of its own, also with `fallback_random`.
-DRAWN_IN_ORDER = [name for name in ROWS if torch.__version__ >= "2.13" or name != "random_numbers_that_nobody_reads"]
+# Before torch 2.12 Inductor runs what draws in an order of its own, also with `fallback_random`.
+DRAWN_IN_ORDER = [name for name in ROWS if torch.__version__ >= "2.12" or name != "random_numbers_that_nobody_reads"]
 
 NOTHING_COMPUTED = "WITHOUT_GPU" in os.environ and "TRITON_INTERPRET" not in os.environ
 
