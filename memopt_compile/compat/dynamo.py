@@ -38,7 +38,6 @@ from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch.autograd.function import BackwardCFunction
-from torch.utils._device import DeviceContext
 
 from . import (
     FakeTensor,
@@ -241,11 +240,6 @@ def tracing_scope(
         return _itself(args[0], result) if function in IN_PLACE else result
 
     def call_tensor_method(original: Callable, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        state = tx.symbolic_torch_function_state
-        if name == "backward" and all(isinstance(mode.value, DeviceContext) for mode in state.mode_stack):
-            # Under a default device Dynamo would follow Python's `backward`, which it may not enter.
-            with mock.patch.object(state, "torch_function_mode_enabled", False):
-                return original(self, tx, name, args, kwargs)
         if name == "detach_" and not (fake_value(self).requires_grad or fake_value(self)._is_view()):
             return self  # ``p.grad.detach_()`` of older code; Dynamo refuses it of what its caller has
         if result := numbers.drawn(tx, self, name, args, kwargs):

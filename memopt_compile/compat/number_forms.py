@@ -101,7 +101,7 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any
     if steps < 2:
         return torch.full((steps,), start, dtype=dtype, device=device)
     place = torch.arange(steps, dtype=dtype or torch.get_default_dtype(), device=device)
-    width = (torch.ones((), dtype=place.dtype, device=device) * end - start) / (steps - 1)
+    width = (torch.ones((), dtype=place.dtype, device=place.device) * end - start) / (steps - 1)
     return torch.where(place < steps // 2, place * width + start, end - (steps - 1 - place) * width)
 
 

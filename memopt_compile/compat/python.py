@@ -5,6 +5,7 @@ Checked against torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch
 from torch._dynamo import utils
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.variables import misc, user_defined
+from torch._dynamo.variables import misc, torch_function, user_defined
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+from torch.utils._device import DeviceContext
 
 from . import breaks
 
@@ -81,6 +83,20 @@ def _check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
     torch._assert_async(cond.all(), "a check in the model failed (torch._check_tensor_all)")
 
 
+def _dispatches(original: Callable, tx: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator or a tensor's method is a mode's to call.
+
+    A default device is a mode of functions that make tensors, and those are looked up elsewhere. Dynamo lets it have all else
+    too: ``group["lr"] * 0.9`` would then be a tensor's product, NumPy's numbers are no tensors, and Python's `backward`
+    it may not enter.
+    """
+    state = tx.symbolic_torch_function_state
+    if not state.mode_stack or not all(isinstance(mode.value, DeviceContext) for mode in state.mode_stack):
+        return original(tx, args, kwargs)
+    with mock.patch.object(state, "torch_function_mode_enabled", False):
+        return original(tx, args, kwargs)
+
+
 FORMS = {torch._check_tensor_all: _check_tensor_all}
 REPLACED = [(UserDefinedClassVariable, "call_function", _called_class), (PyCodegen, "load_import_from", _import)]
 
@@ -88,4 +104,6 @@ REPLACED = [(UserDefinedClassVariable, "call_function", _called_class), (PyCodeg
 def patches() -> list[Any]:
     """In force while a frame is traced."""
     return [mock.patch.object(user_defined, "is_standard_setattr", lambda method: method in SET_ATTRIBUTE),
+            mock.patch.object(torch_function, "can_dispatch_torch_function", functools.partial(
+                _dispatches, torch_function.can_dispatch_torch_function)),
             *(mock.patch.object(module, "call_random_fn", refuse_drawing) for module in (user_defined, misc))]

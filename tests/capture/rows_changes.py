@@ -99,14 +99,14 @@ def numbers_where_operators_want_constants() -> Loop:
     def step(x, y, a):
         model[0].momentum = a
         z = model(x)
-        one_hot, weight = F.one_hot(y, CLASSES).to(z), torch.tensor([1.0, a, 1.0, 2 * a], dtype=z.dtype)
+        one_hot, weight = F.one_hot(y, CLASSES).to(z), torch.tensor([1.0, a, 1.0, 2 * a]).to(z)
         loss = F.cross_entropy(z, y, weight=weight, label_smoothing=a, ignore_index=2) + F.relu(a - z).sum()
         loss = loss + F.huber_loss(F.leaky_relu(z, a), one_hot, delta=a) + F.smooth_l1_loss(z, one_hot, beta=a)
         loss = loss + (z.masked_fill(z > a, -a) * torch.full_like(z, a) + torch.where(z < 0, z, a)).square().mean()
         loss = loss + (z.new_full((CLASSES,), a) * (z.abs() + 1) ** a + a ** z.clamp_max(3 * a)).mean()
         mask = one_hot.clone()
         mask[:, 0] = a
-        loss = loss + (mask * z * torch.full((CLASSES,), a, dtype=z.dtype)).mean()
+        loss = loss + (mask * z * torch.full((CLASSES,), a).to(z)).mean()
         opt.zero_grad()
         loss.backward()
         nn.utils.clip_grad_value_(model.parameters(), 0.1 * a)

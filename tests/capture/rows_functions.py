@@ -236,8 +236,8 @@ def ctc_loss() -> Loop:
 
     def step(x, y):
         samples, length = len(x) - 1, 4
-        steps = model(x).log_softmax(-1).unsqueeze(1) + torch.arange(samples, dtype=x.dtype)[:, None] * x[0, 0]
-        targets = (y[:, None] + torch.arange(length)) % (CLASSES - 1) + 1
+        steps = model(x).log_softmax(-1).unsqueeze(1) + torch.arange(samples).to(x)[:, None] * x[0, 0]
+        targets = (y[:, None] + torch.arange(length).to(y)) % (CLASSES - 1) + 1
         lengths = torch.arange(samples) % length + 1
         inputs = torch.full((samples,), len(x), dtype=torch.long)
         loss = F.ctc_loss(steps, targets[1:], inputs, lengths)

@@ -252,7 +252,7 @@ def evaluation_between_steps() -> Loop:
     model = mlp(nn.Dropout(0.2))
     opt = adamw(model)
     result = plain(model, opt)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(model[0].weight.device).manual_seed(5)
     held_out = torch.randn(5, WIDTH, generator=generator)
 
     def evaluate(i):
@@ -347,7 +347,7 @@ def weighted_backward() -> Loop:
 
     def step(x, y):
         losses = F.cross_entropy(model(x), y, reduction="none")
-        losses.backward(torch.linspace(0, 1, len(x), dtype=losses.dtype))
+        losses.backward(torch.linspace(0, 1, len(x)).to(losses))
         opt.step()
         opt.zero_grad()
         return losses

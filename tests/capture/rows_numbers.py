@@ -63,7 +63,7 @@ def adversaries() -> Loop:
         of_real = criterion(judge(x).view(-1), label)
         of_real.backward()
         real = judge(x).mean().item()
-        made = maker(torch.randn(len(x), 3, dtype=x.dtype))
+        made = maker(torch.randn(len(x), 3, dtype=x.dtype, device=x.device))
         label.fill_(0.0)
         of_made = criterion(judge(made.detach()).view(-1), label)
         of_made.backward()
@@ -203,7 +203,7 @@ def random_shares_that_change() -> Loop:
         opt.zero_grad()
         loss.backward()
         for p in model.parameters():
-            p.grad += torch.normal(0.0, width, size=p.shape) + torch.empty_like(p).normal_(std=width)
+            p.grad += torch.normal(0.0, width, size=p.shape, device=p.device) + torch.empty_like(p).normal_(std=width)
         opt.step()
         return loss
 

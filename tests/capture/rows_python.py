@@ -98,7 +98,7 @@ def numbers_where_losses_want_constants() -> Loop:
         loss = loss + F.margin_ranking_loss(z[:, 0], z[:, 1], sign, margin=a) + F.hinge_embedding_loss(z[:, 0], sign, a)
         loss = loss + F.triplet_margin_loss(z, other, z.roll(1, 0), margin=a, swap=True, reduction="sum")
         loss = loss + F.cosine_embedding_loss(z, other, sign, margin=-a) + F.layer_norm(z, (CLASSES,), eps=a)[:, 0].sum()
-        loss = loss + (z * torch.linspace(-a, a, CLASSES)).sum()
+        loss = loss + (z * torch.linspace(-a, a, CLASSES).to(z)).sum()
         if torch.__version__ >= "2.12":  # which traces it
             loss = loss + torch.quantile(z, a) + z.quantile(a, 1).sum()
         opt.zero_grad()
@@ -123,7 +123,7 @@ def reinforced() -> Loop:
         for reward in range(BATCH):
             total = reward + 0.99 * total
             returns.appendleft(total)
-        returns = torch.tensor(returns)
+        returns = torch.tensor(returns).to(x)
         loss = -(chosen.log_prob(chosen.sample()) * (returns - returns.mean()) / returns.std()).sum()
         opt.zero_grad()
         loss.backward()

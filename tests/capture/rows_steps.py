@@ -225,7 +225,7 @@ def default_device() -> Loop:
         inner = compile(step)
 
         def under_a_device(*args):
-            with torch.device("cpu"):
+            with torch.get_default_device():
                 return inner(*args)
 
         return under_a_device

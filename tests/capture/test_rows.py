@@ -56,6 +56,13 @@ def test_row(name):
     check(rows.ROWS[name], graphs=GRAPHS.get(name, 2), until=UNTIL.get(name, 2))
 
 
+@pytest.mark.parametrize("name", ["groups_changed_by_the_step", "random_numbers_of_numpy"])
+def test_row_under_a_default_device(name):
+    """Which is a mode: Dynamo would have it multiply Python's and NumPy's numbers too."""
+    with torch.device("cpu"):
+        test_row(name)
+
+
 @pytest.mark.parametrize("name", rows.OPTIMIZERS)
 def test_optimizer(name):
     check(lambda: rows.with_optimizer(name), until=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -9,13 +10,16 @@ import rows
 import test_rows
 import torch
 
+from memopt_compile.errors import OptionError
 from memopt_compile.options import Options
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-# Under a default device `torch.compile` itself loses the device of a `linspace` given to `backward`, and of a `randn`.
-ROWS = [name for name in rows.ROWS if name not in ("weighted_backward", "default_device", "adversaries")]
+# Not where cuDNN draws eager's dropout, from a state of its own: what is traced cell by cell draws by PyTorch's generator.
+ROWS = [name for name in rows.ROWS if name not in ("lstm_with_dropout", "gru_with_dropout")]
+# Before torch 2.12 Inductor runs what draws in an order of its own, also with `fallback_random`.
+DRAWN_IN_ORDER = [name for name in ROWS if torch.__version__ >= "2.12" or name != "random_numbers_that_nobody_reads"]
 
 NOTHING_COMPUTED = "WITHOUT_GPU" in os.environ and "TRITON_INTERPRET" not in os.environ
 
@@ -36,7 +40,7 @@ def test_optimizer(name):
     test_rows.test_optimizer(name)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", DRAWN_IN_ORDER)
 @pytest.mark.skipif(NOTHING_COMPUTED, reason="Triton's kernels compute nothing here")
 def test_row_by_inductor(name):
     with torch._inductor.config.patch(fallback_random=True):  # eager's random numbers
@@ -46,8 +50,11 @@ def test_row_by_inductor(name):
 
 @pytest.mark.parametrize("name", [n for n in ROWS if n != "state_loaded_in_the_middle"])
 def test_row_as_a_cuda_graph(name, monkeypatch):
-    """With counts of steps on the device; in float32 there, which a loaded state shows beyond this test's bound."""
+    """With counts of steps on the device; in float32 there, which a loaded state shows beyond this test's bound. What has
+    sizes from data is refused."""
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "cuda_graphs", True)
     for each in (torch.optim.Adam, torch.optim.AdamW):
         monkeypatch.setitem(each.__init__.__kwdefaults__, "capturable", True)
-    test_rows.test_row(name)
+    refused = rows.ROWS[name].__module__ == "rows_data_sizes"
+    with pytest.raises(OptionError, match="E201: only the data tell a size") if refused else contextlib.nullcontext():
+        test_rows.test_row(name)

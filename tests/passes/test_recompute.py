@@ -2,7 +2,17 @@ import dataclasses
 
 import pytest
 import torch
-from graphs import by_hand, check, mlp, outcome, training_step, two_layers, values_for
+from graphs import (
+    by_hand,
+    check,
+    gradient,
+    mlp,
+    outcome,
+    seed,
+    training_step,
+    two_layers,
+    values_for,
+)
 from torch import nn
 
 from memopt_compile.backends import eager
@@ -128,6 +138,20 @@ def test_no_random_number_is_drawn_again():
     assert found.chosen("recompute")
     assert draws == 6 == sum("dropout" in str(n.target) and "backward" not in str(n.target)
                              for n in step.computing())
+
+
+def test_a_recurrent_network_of_cudnn_never_runs_again():
+    """Its dropout would draw another mask. What it computes is no matter here, only its operator, which CUDA alone has."""
+    lstm = torch.ops.aten._cudnn_rnn.default
+
+    def compute(p: torch.Tensor, x: torch.Tensor) -> tuple:
+        state, drawn = torch.zeros(2, 3, 8), torch.zeros(10, dtype=torch.uint8)
+        y = lstm(x, [p] * 8, 4, None, state, state, 2, 8, 0, 2, False, 0.3, True, False, [], drawn)[0].tanh()
+        return seed(y.sum()), gradient(y.sum(0))
+
+    step = by_hand(compute, ("p", torch.rand(32, 8)), ("x", torch.rand(5, 3, 8)))
+    again = {operation.node.target: operation.again for operation in problem(step, roofline(CPU)).operations}
+    assert again[torch.ops.aten.tanh.default] and not again[lstm]
 
 
 @torch.library.custom_op("memopt_tests::noisy", mutates_args=())

@@ -76,15 +76,15 @@ BLOCK = 1 << 16  # elements: the larger the blocks, the fewer of them go through
 
 def prepared(grid_of: Callable[..., Any], kernel: Any, args: tuple, config: Any) -> Any:
     """The kernel's arguments and its grid, of large blocks, and each float of the type that the kernel is compiled
-    for, where the interpreter would take it for a literal."""
+    for, where the interpreter would take it for a literal, and a 0-dim tensor of the host for a pointer."""
     if list(config.kwargs) in (["XBLOCK"], ["XBLOCK", "R0_BLOCK"]):
         each = math.prod(size for name, size in kernel.size_hints.items() if name != "x")
         config.kwargs["XBLOCK"] = max(config.kwargs["XBLOCK"], min(kernel.size_hints["x"], BLOCK // each))
     args, grid = grid_of(kernel, args, config)
     declared = [kind for name, kind in kernel.triton_meta["signature"].items() if name not in config.kwargs]
     kinds = {"fp64": (tl.float64, np.float64), "fp32": (tl.float32, np.float32)}
-    return tuple(tl.tensor(TensorHandle(np.array([arg], kinds[kind][1]), kinds[kind][0]), kinds[kind][0])
-                 if isinstance(arg, float) else arg for arg, kind in zip(args, declared, strict=True)), grid
+    return tuple(tl.tensor(TensorHandle(np.array([float(arg)], kinds[kind][1]), kinds[kind][0]), kinds[kind][0])
+                 if kind in kinds else arg for arg, kind in zip(args, declared, strict=True)), grid
 
 
 CachingAutotuner._interpret_args_grid = (
