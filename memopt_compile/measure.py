@@ -240,6 +240,14 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
+_now = {"measured": False}
+
+
+def being_measured() -> bool:
+    """Whether this is within a call of `measure`."""
+    return _now["measured"]
+
+
 def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, int, int]]]:
     """Run `call`; list (start in ns, bytes, address) of a device's events, releases negative, and of marks.
 
@@ -250,7 +258,8 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
         raise RuntimeError("memory is measured with torch's profiler, and one is recording already: measure outside of it")
     # The recorder prints two lines each time, unless this is set when a process first records.
     level = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
-    with mock.patch.dict(os.environ, level), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with (mock.patch.dict(os.environ, level), mock.patch.dict(_now, measured=True),
+          profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording):
         result = call()
     profiler: Any = recording.profiler
     kineto = profiler.kineto_results

@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "costs": ("roofline", "measured"),
     "lowering": ("inductor", "eager"),
     "pieces": (True, False),
-    "cuda_graphs": (False, True),
+    "cuda_graphs": ("auto", True, False),
     "verify": (False, True),
 }
 
@@ -71,7 +71,7 @@ class Options:
         pieces: Inductor compiles each distinct piece of the step once and keeps the planned order between
             them; False: the step as one big graph, ordered by Inductor, which takes longer to compile.
         cuda_graphs: on CUDA, record the step as one CUDA graph and launch that from the third call on, which
-            keeps the memory that the step frees (see `replaying`).
+            keeps the memory that the step frees: "auto" where nothing forbids it and that is little (see `replaying`).
         verify: run one shadow step against eager and report the largest difference.
         dump: a folder to write every graph, the plan and the report to, or None.
 
@@ -92,7 +92,7 @@ class Options:
     costs: str = "roofline"
     lowering: str = "inductor"
     pieces: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = "auto"
     verify: bool = False
     dump: str | os.PathLike[str] | None = None
 
@@ -103,7 +103,7 @@ class Options:
         if self.adapt and (self.memory_budget is None or self.compress not in ("int4", "auto")):
             raise _wrong("adapt", True, "give memory_budget and compress='int4' or 'auto' too: formats of 4 "
                          "bits are what adapts")
-        if self.adapt and self.cuda_graphs:
+        if self.adapt and self.cuda_graphs is True:
             raise _wrong("cuda_graphs", True, "leave adapt out: what is recorded once is not planned again")
         for name in FOR_A_BUDGET:
             if getattr(self, name) and self.memory_budget is None:

@@ -81,8 +81,9 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     if record.versions and plan and plan.largest_error:
         run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
                        record.options.max_gradient_error, record.where, record.compressed)
-    if record.options.cuda_graphs:
-        run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit)
+    asked = record.options.cuda_graphs is True
+    if asked or record.options.cuda_graphs and record.device.type == "cuda" and run is program.run:
+        run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit, asked)
     return run
 
 
@@ -99,7 +100,7 @@ def _check(step: StepGraph, record: Compilation) -> None:
         ("adapt", any(map(is_collective, step.computing())),
          "ranks see different activations, and would plan differently", "leave adapt out of a step with collectives"),
     ):
-        if getattr(options, option) and wrong:
+        if getattr(options, option) is True and wrong:
             raise OptionError(why, where=f"{record.where}, {option}=True", do=do)
 
 

@@ -28,7 +28,7 @@ def test_defaults():
         "costs": "roofline",
         "lowering": "inductor",
         "pieces": True,
-        "cuda_graphs": False,
+        "cuda_graphs": "auto",
         "verify": False,
         "dump": None,
     }
@@ -54,7 +54,7 @@ ACCEPTED = {
     "costs": ["roofline", "measured"],
     "lowering": ["inductor", "eager"],
     "pieces": [True, False],
-    "cuda_graphs": [False, True],
+    "cuda_graphs": ["auto", True, False],
     "verify": [False, True],
     "dump": [None, "dump", Path("dump")],
 }

@@ -97,8 +97,8 @@ def trained(lowering="eager", calls=10, cuda_graphs=True, build=None, sizes=(8,)
     return [float(loss) for loss in kept], list(model.parameters()), memopt.report(run)
 
 
-def same(**settings):
-    losses, parameters, report = trained(**settings)
+def same(cuda_graphs=True, **settings):
+    losses, parameters, report = trained(cuda_graphs=cuda_graphs, **settings)
     plain = trained(cuda_graphs=False, **settings)
     assert losses == plain[0] and all(map(torch.equal, parameters, plain[1]))
     return report
@@ -152,6 +152,21 @@ class TestOnDevice:
     def test_a_budget_holds_the_graphs_memory_too(self):
         peak = trained(calls=1)[2].predicted_peak_bytes
         assert "the budget is" in same(memory_budget=peak).replayed
+
+    @pytest.mark.parametrize("room", [2**40, 0])
+    def test_unasked_only_where_that_is_little(self, room, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room, 2**40))
+        report = same(cuda_graphs="auto")
+        assert report.replayed.startswith("recorded 1 times" if room else "off: a graph would keep ")
+
+    def test_measured_it_runs_unrecorded(self):
+        step = step_of(lambda w, x: (w * 2 + x,), WEIGHT, BATCH)
+        run = Replayed(lambda given: [given[0] * 2 + given[1]], step, torch.device("cuda", 0), "train.py:3", 100)
+        w, x = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+        for _ in range(5):
+            run([w, x])
+        peaks = [memopt.measure(call, [w, x], resident=[w, x]).peak_bytes for call in (run, run.run)]
+        assert run.recorded == 1 and peaks[0] == peaks[1] > 32
 
     def test_a_recording_that_fails_leaves_no_trace(self):
         device, expected = torch.device("cuda", torch.cuda.current_device()), []

@@ -1,4 +1,4 @@
-"""A step on CUDA recorded as one CUDA graph and launched whole from then on (`cuda_graphs=True`).
+"""A step on CUDA recorded as one CUDA graph and launched whole from then on (`cuda_graphs`).
 
 To launch kernels one by one takes the host some microseconds each, and to call a piece some thirty
 (docs/results/launches.md). A device that is done sooner waits. Rules:
@@ -11,7 +11,11 @@ To launch kernels one by one takes the host some microseconds each, and to call 
    again, `RECORDINGS` times in all; what changes more often runs unrecorded.
 4. A graph keeps the memory that the step frees, between steps too. All graphs on a device share one pool, as no
    two run at once. With a budget the pool counts: where it does not fit, the step runs unrecorded.
-5. A first recording is a rehearsal and thrown away (`rehearse`): one that fails must leave no trace.
+5. Unless it was asked for (`cuda_graphs=True`), what a graph keeps is at most `LITTLE` of the device's memory and at
+   least as much is left free: what runs between steps would miss it.
+6. Within `memopt.measure` the step runs unrecorded, since nobody sees what a graph holds; so it does in a recording of
+   the caller's own.
+7. A first recording is a rehearsal and thrown away (`rehearse`): one that fails must leave no trace.
 
 The numbers are the same: the same kernels run in the same order.
 """
@@ -30,6 +34,7 @@ from torch import Tensor
 from ..collectives import is_collective, is_wait
 from ..compat.recording import give_up_pool
 from ..finiteness import REQUIRE_FINITE
+from ..measure import being_measured
 from ..options import format_bytes
 from ..step_graph import Role, StepGraph, mutated_args, storage_roots
 from ..transfers import is_transfer
@@ -38,6 +43,7 @@ log = logging.getLogger("memopt_compile")
 
 WARM = 2  # runs before: Triton tunes its kernels in the first, and the second is measured
 RECORDINGS = 3
+LITTLE = 0.1  # of the device's memory
 RESULTS = 0.01, 2**20  # of the step's peak, bytes: results that need more than both are not worth copies
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -99,7 +105,7 @@ class Replayed:
     """A boxed callable like `run`, of `step`, from the call after `WARM` on by a graph.
 
     `limit` is the most bytes that the step may have, `peak_bytes` what it needs at its peak; `state` says for
-    people how it runs, and each reason not to replay is logged once, with `where`.
+    people how it runs, and each reason not to replay is logged once, with `where`: as a warning if it was `asked` for.
     """
 
     run: Callable[[list], Any] = field(repr=False)
@@ -108,6 +114,7 @@ class Replayed:
     where: str
     peak_bytes: int
     limit: int | None = None
+    asked: bool = True
     state: str = "not recorded yet"
     replays: bool = True
     calls: int = 0
@@ -120,13 +127,13 @@ class Replayed:
     _boxed_call = True
 
     def __post_init__(self) -> None:
-        if reason := obstacle(self.step):
+        if reason := obstacle(self.step) or self._not_little(self.peak_bytes - self._resident_bytes()):
             self._stop(reason)
         self.batch = [i for i, given in enumerate(self.step.inputs) if given.role is Role.BATCH]
 
     def __call__(self, inputs: list) -> Any:
         self.calls += 1
-        if not self.replays or self.calls <= WARM:
+        if not self.replays or self.calls <= WARM or being_measured() or torch.cuda.is_current_stream_capturing():
             return self.run(inputs)
         key = tuple(map(self._key, range(len(inputs)), inputs))
         if key != self.known and not self._record(inputs, key):
@@ -184,12 +191,24 @@ class Replayed:
         if nbytes > max(RESULTS[0] * self.peak_bytes, RESULTS[1]):
             return (f"its results are {format_bytes(nbytes)}, and would be there twice: end the step with "
                     "zero_grad(), and return no more than losses")
+        if reason := self._not_little(grown):
+            return reason
         kept = sum(b.nbytes for b in self.buffers.values()) + nbytes
         needed = max(self.peak_bytes, self._resident_bytes() + grown) + kept
         if self.limit is not None and needed > self.limit:
             return f"with the memory that a graph keeps it needs {format_bytes(needed)}, and the budget is " \
                    f"{format_bytes(self.limit)}"
         return None
+
+    def _not_little(self, kept: int) -> str | None:
+        """Why a graph that nobody asked for shall not keep so many bytes (rule 5)."""
+        if self.asked:
+            return None
+        free, all_bytes = torch.cuda.mem_get_info(self.device)
+        if kept <= min(LITTLE * all_bytes, free):
+            return None
+        return (f"a graph would keep {format_bytes(kept)} between steps, and {format_bytes(free)} of the device are free: "
+                "say cuda_graphs=True if nothing else wants them")
 
     def _resident_bytes(self) -> int:
         return sum(given.nbytes for given in self.step.inputs)
@@ -201,7 +220,7 @@ class Replayed:
     def _stop(self, reason: str) -> bool:
         """Run unrecorded from now on. False."""
         self.replays, self.graph, self.results, self.buffers, self.state = False, None, (), {}, f"off: {reason}"
-        log.warning("%s: not replayed as a CUDA graph: %s", self.where, reason)
+        log.log(logging.WARNING if self.asked else logging.INFO, "%s: not replayed as a CUDA graph: %s", self.where, reason)
         return False
 
 

@@ -80,7 +80,7 @@ class Report:
         taken_back: steps with activations that are not finite, which ran again without compression.
         arena: where what ranks gather and send lies, with `options.arena`; moments are places in the schedule.
         history: when and why `adapt` has planned again, and what came of it.
-        replayed: how often and when the step was recorded as a CUDA graph, or why not, with `options.cuda_graphs`.
+        replayed: how often and when the step was recorded as a CUDA graph, or why not (`options.cuda_graphs`).
     """
 
     kind: str
