@@ -42,9 +42,11 @@ from .step_graph import OF_TORCH, OPERATOR, StepGraph, nbytes
 LIBRARY = ("convolution", "_scaled_dot_product", "_convolution", "mkldnn", "_fft", "_cudnn", "miopen",
            "cudnn", "sort", "topk", "linalg", "_linalg", "quantize", "compiled_update", "ctc_loss")
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # also PyTorch's own there: of 16 bits, oneDNN copies their operands
+
 # What holds workspace on a GPU, by the start of the operator's name: products, attention, convolutions, sums that
 # blocks of threads make in parts, and sorts of places.
-ON_A_GPU = (*LIBRARY, "mm", "addmm", "bmm", "baddbmm", "_efficient_attention", "_flash_attention", "native_layer_norm",
+ON_A_GPU = (*LIBRARY, *PRODUCTS, "_efficient_attention", "_flash_attention", "native_layer_norm",
             "native_batch_norm", "_native_batch_norm", "native_group_norm", "_fused_rms_norm", "sum", "mean", "var", "std",
             "norm", "cumsum", "embedding_dense_backward", "index_put", "index_add", "scatter", "nll_loss", "_softmax",
             "_log_softmax", "argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
@@ -81,10 +83,10 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
     def asked(node: fx.Node) -> int:
         if _is_view(node.target):
             return 0
-        if node.op != "call_function" or (lowering == "inductor" and not is_library(node.target)):
+        operands = [n.meta.get("val") for n in node.all_input_nodes]
+        if node.op != "call_function" or (lowering == "inductor" and not called_by_inductor(node.target, operands)):
             return 0
-        if _only_writes(node.target, node.args, [n.meta.get("val") for n in node.all_input_nodes]) and not (
-                _has_number(node.args)):
+        if _only_writes(node.target, node.args, operands) and not _has_number(node.args):
             return 0
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta.get("val"))
         return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
@@ -122,6 +124,12 @@ def _inside(step: StepGraph, node: fx.Node, held: Workspace) -> int:
 def is_library(target: Any) -> bool:
     """Whether Inductor calls PyTorch's own kernel for this operator."""
     return isinstance(target, OPERATOR) and target.__name__.startswith(LIBRARY)
+
+
+def called_by_inductor(target: Any, operands: Any) -> bool:
+    """Whether Inductor calls a kernel for this that may hold workspace."""
+    return is_library(target) or (isinstance(target, OPERATOR) and target.__name__.split(".")[0] in PRODUCTS and any(
+        isinstance(t, Tensor) and t.dtype in (torch.bfloat16, torch.float16) for t in operands))
 
 
 def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 __all__ = ["AllocationWatch", "FakeTensorMode", "dry_call"]
 
@@ -97,9 +97,12 @@ class AllocationWatch(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage(), value.device.type, func not in self.elsewhere)
         if self.live_bytes > before or result is None or func._schema.is_mutable:  # made its result, or wrote in place
-            held = self.live_bytes + self.workspace(func, args, kwargs or {})
-            self.peak_bytes = max(self.peak_bytes, held)
+            self.run(func, args, kwargs or {})
         return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Count what an operator holds while it runs, beside its result."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.workspace(func, args, kwargs))
 
     def _see(self, storage: Any, device: str, counts: bool) -> None:
         place = storage._cdata
@@ -172,10 +175,14 @@ class _Nothing:
 
 
 class _Externs:
-    """Library calls: into a given result they allocate nothing, else they make a new one."""
+    """Library calls: into a given result they allocate nothing but workspace, else they make a new one."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def run(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-            return getattr(extern_kernels, name)(*args, **kwargs) if out is None else None
+            if out is None:
+                return getattr(extern_kernels, name)(*args, **kwargs)
+            watch, operator = _get_current_dispatch_mode(), getattr(aten, name, None)
+            if isinstance(watch, AllocationWatch) and operator is not None:
+                watch.run(operator.default, args, kwargs)
 
         return run

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from ..collectives import GATHER_INTO, GATHERS_INTO, WAIT
 from ..compat import dry_run, inductor
 from ..compat import kernels as compat_kernels
-from ..costs import is_library, workspace_bytes
+from ..compat.trace import pytree
+from ..costs import called_by_inductor, workspace_bytes
 from ..transfers import TO_HOST
 from .pieces import OWNED, Piece
 from .storing import is_call, store_before_updates, store_between
@@ -131,7 +132,7 @@ def watch(inputs: list[Any]) -> dry_run.AllocationWatch:
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    called = is_library(target) or compat_kernels.falls_back(target) or target in BY_MASK
+    called = called_by_inductor(target, pytree.tree_leaves((args, kwargs))) or compat_kernels.falls_back(target) or target in BY_MASK
     return workspace_bytes(target, args, kwargs) if called else 0
 
 

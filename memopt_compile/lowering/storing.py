@@ -26,11 +26,9 @@ from torch import Tensor, fx
 
 from ..compat.inductor import STORE, store
 from ..compat.kernels import written_out
-from ..costs import is_library
+from ..costs import PRODUCTS, is_library
 from ..ordering import fuses
 from ..step_graph import aliased_args, mutated_args, nbytes
-
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
 def store_between(graph: fx.Graph) -> None:
