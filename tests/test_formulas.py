@@ -96,7 +96,7 @@ def test_formula_in_batch_and_sequence_length():
         measured = memopt.measure(run, tokens(*shape), resident=trained)
         assert measured.peak_bytes == pytest.approx(peak_bytes, rel=0.01)
     assert len(compiled()) == known  # nothing was compiled for them
-    for shape, peak_bytes in zip(shapes[:2], expected):
+    for shape, peak_bytes in zip(shapes[:1], expected):
         assert timeline(gpt(*shape)[2]()[-1].step).peak_bytes == pytest.approx(peak_bytes, rel=0.01)
 
     fits = largest(formula, {**sizes, sequence: 33}, 4 * 2**20, batch)
