@@ -209,12 +209,13 @@ def _launch(graph: int) -> None:
 
 
 def replayable(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, which while a graph is captured changes nothing, but is noted with where it reads and writes."""
+    """`kernel`, which while a graph is captured changes nothing, but is noted with where it reads and writes, and with
+    the numbers that the host gives it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_current_stream_capturing():
             return kernel(*args, **kwargs)
-        given, named = pytree.tree_map(host, (args, kwargs))
+        given, named = pytree.tree_map(lambda v: host(v) if getattr(v, "is_cuda", True) else v.clone(), (args, kwargs))
         memory = [t.untyped_storage() for t in pytree.tree_leaves((args, kwargs))
                   if isinstance(t, Tensor) and t.device.type == "cuda"]
         before = [(ctypes.string_at(m.data_ptr(), m.nbytes()), m.data_ptr()) for m in memory]
