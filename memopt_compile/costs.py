@@ -165,7 +165,8 @@ def workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
 def _runs_on(device: torch.device, target: Any, tensors: list[Tensor]) -> bool:
     """Whether a GPU may run `target` on made-up operands."""
     return (device.type == "cuda" and torch.cuda.is_available() and target.__name__.startswith(ON_A_GPU)
-            and all(hinted(t.numel()) for t in tensors) and sum(map(nbytes, tensors)) <= ROOM * free_bytes(device))
+            and all(sizes := [hinted(t.numel()) * t.element_size() for t in tensors])
+            and sum(sizes) <= ROOM * free_bytes(device))
 
 
 @functools.cache

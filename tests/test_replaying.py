@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt_compile as memopt
@@ -168,13 +169,14 @@ class TestOnDevice:
         peaks = [memopt.measure(call, [w, x], resident=[w, x]).peak_bytes for call in (run, run.run)]
         assert run.recorded == 1 and peaks[0] == peaks[1] > 32
 
-    def test_a_recording_that_fails_leaves_no_trace(self):
+    @pytest.mark.parametrize("end", [Tensor.item, lambda made: 1 / 0])
+    def test_a_recording_that_fails_leaves_no_trace(self, end):
         device, expected = torch.device("cuda", torch.cuda.current_device()), []
         ones = torch.ones(1000, device=device)
         for failing in (False, True):
             torch.manual_seed(0)
             if failing:
-                with pytest.raises(RuntimeError):
-                    rehearse(lambda held: (held[0] + torch.rand_like(held[0])).sum().item(), [ones], device)
+                with pytest.raises(ZeroDivisionError if end is not Tensor.item else RuntimeError):
+                    rehearse(lambda held: end((held[0] + torch.rand_like(held[0])).sum()), [ones], device)
             expected.append(torch.rand(3, device=device))
         assert torch.equal(*expected) and torch.cuda.current_stream() == torch.cuda.default_stream()
