@@ -215,15 +215,18 @@ def _copy_as_computed(module: fx.GraphModule) -> None:
 
 
 def _scalars_once(module: fx.GraphModule) -> None:
-    """Store a 0-dim number that elementwise operators on the CPU read.
+    """Store a 0-dim number that elementwise operators on the CPU read, unless the graph tells it.
 
     Inductor would compute it again for every few elements of them: the powers of an optimizer's
     bias correction take longer there than all else. `as_strided` makes it a buffer of its own; of
     a view it would forget the place.
     """
+    aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if not _on_cpu(node) or node.meta["val"].dim() or not isinstance(
                 node.target, torch._ops.OpOverload) or node.target._schema.returns[0].alias_info:
+            continue
+        if node.target in (aten.full.default, aten.scalar_tensor.default) and not node.all_input_nodes:
             continue
         readers = [user for user in node.users if _on_cpu(user) and user.meta["val"].dim()]
         if readers:

@@ -1,4 +1,4 @@
-"""What the program of the Inductor lowering runs itself, between the pieces (see `pieces`, rules 4, 7 and 8)."""
+"""What the program of the Inductor lowering runs itself, between the pieces (see `pieces`, rules 1, 4, 7 and 8)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ from ..step_graph import mutated_args
 from ..transfers import is_transfer
 
 SEEDS = "prims.inductor_seeds.default"
+LITERAL = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether `node` is one number that the graph tells (rule 1)."""
+    return node.target in LITERAL and not node.all_input_nodes and not node.meta["val"].dim()
 
 
 def in_its_place(node: fx.Node) -> bool:

@@ -9,7 +9,8 @@ Rules:
 1. Only operators that compute are placed. A view is made again inside every piece that reads
    it; what crosses a cut is the storage's owner. So no two inputs of a piece share storage,
    and a compiler that sees one piece sees every alias in it. (A view of a parameter handed to
-   a piece that also writes the parameter gives wrong numbers without an error.)
+   a piece that also writes the parameter gives wrong numbers without an error.) So is a number that
+   the graph tells, which every kernel would else load: Inductor counts loads, and stores what has many.
 2. The items of an operator with several results stay with it.
 3. An updated input read in a later piece is read from the input itself.
 4. Seeds of random numbers are drawn between the pieces and handed in, since the position of a
@@ -44,7 +45,7 @@ from torch import Tensor, fx
 
 from ..collectives import is_collective
 from ..step_graph import StepGraph, aliased_args, mutated_args, nbytes
-from .between import SEEDS, in_its_place
+from .between import SEEDS, in_its_place, is_number
 from .repetition import longest_repetition
 
 LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
@@ -84,7 +85,7 @@ def is_host(node: fx.Node) -> bool:
     """Whether the program runs `node` itself, between the pieces (rule 4)."""
     of_a_number = str(node.target) == "aten.scalar_tensor.default" and bool(node.all_input_nodes)
     return node.op == "call_function" and (
-        str(node.target) in _HOST or of_a_number or _SLICED in node.meta or in_its_place(node))
+        str(node.target) in _HOST or of_a_number or is_number(node) or _SLICED in node.meta or in_its_place(node))
 
 
 def mark_slices(step: StepGraph) -> None:
@@ -173,11 +174,11 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def sources(node: fx.Node) -> Iterable[fx.Node]:
-    """The values that `node` reads, seen through views."""
+    """The values that `node` reads, seen through views, without numbers."""
     for argument in node.all_input_nodes:
         if is_view(argument):
             yield from sources(argument)
-        else:
+        elif not is_number(argument):
             yield argument
 
 
@@ -324,7 +325,7 @@ def _draft(stretch: list[fx.Node]) -> Draft:
         for argument in node.all_input_nodes:
             if is_view(argument):
                 yield from outer(argument)
-            elif argument not in inside:
+            elif argument not in inside and not is_number(argument):
                 yield root(argument)
 
     for node in stretch:
@@ -345,7 +346,7 @@ def _draft(stretch: list[fx.Node]) -> Draft:
     def use(node: fx.Node) -> fx.Node:
         if node in env:
             return env[node]
-        return copy(node) if is_view(node) else env[root(node)]
+        return copy(node) if is_view(node) or is_number(node) else env[root(node)]
 
     for node in stretch:
         copy(node)

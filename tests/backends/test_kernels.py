@@ -4,6 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._inductor import memory
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt_compile as memopt
@@ -230,6 +232,27 @@ def test_what_is_computed_again_is_not_made_in_forward():
     given = (torch.randn(size, dtype=torch.float64) for size in ((64, 32), (32, 48), (48, 96)))
     without, with_rule = peaks_by_rule("_made_when_needed", step, *given)
     assert without - with_rule == 64 * 48 * 8
+
+
+def test_what_the_inputs_tell_is_made_for_its_reader(monkeypatch):
+    """The cast of a weight that is read last, which an order of Inductor's may have first.
+
+    (Inputs named so are the caller's.)
+    """
+    reorder = memory.reorder_for_peak_memory
+
+    def casts_first(nodes: list, *given: Any, **methods: Any) -> list:
+        order = reorder(nodes, *given, **methods)
+        return order if methods else sorted(order, key=lambda node: bool(node.mpi_node.pred_nodes))
+
+    def step(arg0: Tensor, arg1: Tensor, arg2: Tensor) -> tuple[Tensor]:
+        chances = (arg0 @ arg1.double()).softmax(-1)
+        return ((chances - chances.square()) @ arg2.double(),)
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", casts_first)
+    given = torch.randn(64, 32, dtype=torch.float64), torch.randn(32, 96), torch.randn(96, 16)
+    without, with_rule = peaks_by_rule("_late_from_inputs", step, *given)
+    assert without - with_rule == 96 * 16 * (8 - 4)  # the weight itself goes with its cast here
 
 
 def test_peak_of_branches_and_loops_is_predicted():

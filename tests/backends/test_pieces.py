@@ -1,6 +1,7 @@
 """Cutting a step: repetition, the same pieces at any depth, and no alias across a cut."""
 
 import operator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from memopt_compile.backends.inductor import _load, source
 from memopt_compile.lowering.pieces import (
+    Piece,
     body,
     can_cut,
     is_view,
@@ -34,6 +37,17 @@ def traced(function, *inputs) -> StepGraph:
     step.phases = {n: Phase.FORWARD for n in step.computing()}
     step.verify()
     return step
+
+
+def eager_program(step: StepGraph, parts: list[Piece]) -> Callable[[list], tuple]:
+    """The program that calls `parts`, not compiled."""
+    names = [f"piece_{i}" for i in range(len(parts))]
+    text, objects = source(step, list(zip(names, parts)))
+
+    def call(part: Piece) -> Callable[[list], tuple]:
+        return lambda given: part.module()(*given)
+
+    return _load(text, {**objects, **dict(zip(names, map(call, parts)))})
 
 
 def training(depth: int, width: int = 16) -> StepGraph:
@@ -113,6 +127,25 @@ def test_items_stay_with_their_operator():
     crossing = [node for piece in parts for node in (*piece.inputs, *piece.outputs)]
     assert all(isinstance(node.meta["val"], Tensor) for node in crossing)
     assert any(node.target is operator.getitem for node in crossing)
+
+
+def test_a_number_that_the_graph_tells_crosses_no_cut():
+    def step(x):
+        number = torch.ops.aten.full.default([], 2.0, dtype=x.dtype)
+        made = number.expand(4)
+        for _ in range(60):
+            x = torch.where(x > 0, x.sin(), number)
+        return x + made, number
+
+    step = traced(step, torch.randn(4, 4))
+    parts = pieces(step)
+    assert len(parts) > 1
+    assert all(node.meta["val"].dim() for piece in parts for node in (*piece.inputs, *piece.outputs))
+    assert all(any(str(n.target) == "aten.full.default" for n in piece.graph.nodes) for piece in parts)
+    assert len({piece.key for piece in parts}) < len(parts)
+    values = [torch.randn(4, 4)]
+    for ours, eager in zip(eager_program(step, parts)(list(values)), step.module(*values)):
+        assert torch.equal(ours, eager)
 
 
 def test_dead_operators_are_left_out():
