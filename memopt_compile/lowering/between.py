@@ -24,8 +24,9 @@ LITERAL = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether `node` is one number that the graph tells (rule 1)."""
-    return node.target in LITERAL and not node.all_input_nodes and not node.meta["val"].dim()
+    """Whether `node` is one number that the graph tells, and nobody writes (rule 1)."""
+    return (node.target in LITERAL and not node.all_input_nodes and not node.meta["val"].dim()
+            and not any(node in mutated_args(user) for user in node.users))
 
 
 def in_its_place(node: fx.Node) -> bool:

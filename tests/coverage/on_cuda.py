@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from batches import checkpoint_layers
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -111,6 +110,8 @@ def make(name: str, way: Way, small: bool, device: str) -> tuple[Callable[..., T
     build, count, _ = CASES[name]
     model, loss_of, batch = build(small, device)
     if way.checkpoints:
+        from batches import checkpoint_layers  # which loads modules with the names of others
+
         checkpoint_layers(model)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=device == "cuda")
 
