@@ -42,7 +42,8 @@ def test_a_step_of_the_device_and_numbers_can_be_recorded():
     (lambda w, n: (w * 2, n.add_(1)), (WEIGHT, (Role.STATE, "cpu", ())), "b is on the host.*capturable=True"),
     (lambda w, x: (w + x.mul_(2),), (WEIGHT, BATCH), "writes into b.*write into a copy"),
     (lambda w: (torch.ops.memopt.to_host(w),), (WEIGHT,), "to_host.* needs the host"),
-], ids=["batch", "count", "written", "transfer"])
+    (lambda w: (w * torch.rand(()),), (WEIGHT,), "rand.* draws on the host"),
+], ids=["batch", "count", "written", "transfer", "drawn"])
 def test_what_stands_in_the_way_is_said(function, inputs, reason):
     assert re.search(reason, obstacle(step_of(function, *inputs)) or "")
 

@@ -4,7 +4,7 @@ To launch kernels one by one takes the host some microseconds each, and to call 
 (docs/results/launches.md). A device that is done sooner waits. Rules:
 
 1. The device's tensors and numbers are all that the step reads (`obstacle`): a graph replays kernels, and neither
-   Python nor the host's arithmetic. Random numbers go on, as PyTorch's generators know of graphs.
+   Python nor the host's arithmetic, nor what it draws. Random numbers of the device go on, as PyTorch's generators know of graphs.
 2. Parameters, states and buffers are read and written where they are. The batch is copied into buffers of
    the graph's own, and results are handed out as copies: the next replay writes over them.
 3. When one of them has moved or a number has changed (a learning rate that is no tensor), the step is recorded
@@ -33,10 +33,12 @@ from torch import Tensor
 
 from ..collectives import is_collective, is_wait
 from ..compat.recording import give_up_pool
+from ..compat.trace import pytree
 from ..finiteness import REQUIRE_FINITE
 from ..measure import being_measured
 from ..options import format_bytes
-from ..step_graph import Role, StepGraph, mutated_args, storage_roots
+from ..ordering import is_random
+from ..step_graph import OF_TORCH, Role, StepGraph, mutated_args, storage_roots
 from ..transfers import is_transfer
 
 log = logging.getLogger("memopt_compile")
@@ -48,8 +50,11 @@ RESULTS = 0.01, 2**20  # of the step's peak, bytes: results that need more than 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
-def obstacle(step: StepGraph) -> str | None:
-    """Why a graph cannot stand for the step (rule 1), with what to do; None if it can."""
+def obstacle(step: StepGraph, asked: bool = True) -> str | None:
+    """Why a graph cannot stand for the step (rule 1), with what to do; None if it can.
+
+    An operator of another library may do more than launch kernels: only who has `asked` for a graph knows.
+    """
     roots = storage_roots(step.graph)
     written = {owner for n in step.graph.nodes for a in mutated_args(n) for owner in roots[a]}
     for node, given in zip(step.placeholders, step.inputs):
@@ -66,6 +71,11 @@ def obstacle(step: StepGraph) -> str | None:
     for node in step.computing():
         if node.target in (_ITEM, REQUIRE_FINITE) or is_transfer(node) or is_collective(node) or is_wait(node):
             return f"{node.target} needs the host or another device while the step runs"
+        values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+        if is_random(node) and any(v.device.type == "cpu" for v in values):
+            return f"{node.target} draws on the host: draw on the device"
+        if not asked and getattr(node.target, "namespace", None) not in (None, *OF_TORCH):
+            return f"{node.target} is another library's: say cuda_graphs=True if it only launches kernels"
     return None
 
 
@@ -127,7 +137,7 @@ class Replayed:
     _boxed_call = True
 
     def __post_init__(self) -> None:
-        if reason := obstacle(self.step) or self._not_little(self.peak_bytes - self._resident_bytes()):
+        if reason := obstacle(self.step, self.asked) or self._not_little(self.peak_bytes - self._resident_bytes()):
             self._stop(reason)
         self.batch = [i for i, given in enumerate(self.step.inputs) if given.role is Role.BATCH]
 
