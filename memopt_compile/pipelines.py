@@ -29,6 +29,7 @@ from .passes.compress import Compress
 from .passes.dequantize_on_use import DequantizeOnUse
 from .passes.gather_again import GatherAgain
 from .passes.honour_checkpoints import HonourCheckpoints
+from .passes.host_ahead import HostAhead
 from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
@@ -99,6 +100,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (options.zero > 0, BucketCollectives),
         # AdamA, if asked for: a gradient goes into Adam's moments where it is made, not in a sum.
         (options.accumulate == "optimizer_states", AccumulateInStates),
+        # What the host computes of counts and rates goes ahead, or a CUDA graph could not stand for the rest.
+        (options.cuda_graphs and device is not None and device.type == "cuda", partial(
+            HostAhead, options.cuda_graphs is True, rounds=eager)),
         # A state that several gradients enter is written after each, which then dies.
         (True, WriteBackEarly),
         # Parameters in low precision are decoded by each reader for itself.
@@ -373,9 +377,10 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
 
 
 def _written(step: StepGraph) -> set[str]:
-    """Parameters and states that an operator writes to, by their inputs' names."""
+    """Parameters and states that an operator writes to, or the host behind them, by their inputs' names."""
     kept = {i.name for i in step.inputs if i.role in (Role.PARAMETER, Role.STATE)}
-    return {a.name for n in step.computing() for a in mutated_args(n)} & kept
+    later = {step.inputs[i].name for i in step.ahead.written} if step.ahead else set()
+    return ({a.name for n in step.computing() for a in mutated_args(n)} | later) & kept
 
 
 def _unwritten(step: StepGraph, before: set[str]) -> str | None:

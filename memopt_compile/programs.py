@@ -24,6 +24,7 @@ from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
 from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
+from .lowering.ahead import Ahead
 from .lowering.replaying import Replayed
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
@@ -84,7 +85,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     asked = record.options.cuda_graphs is True
     if asked or record.options.cuda_graphs and record.device.type == "cuda" and run is program.run:
         run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit, asked)
-    return run
+    return Ahead(run, record.step, record.where) if record.step.ahead else run
 
 
 def _check(step: StepGraph, record: Compilation) -> None:

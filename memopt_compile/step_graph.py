@@ -8,8 +8,6 @@ that capture left are gone. Nothing about a decision is kept in ``node.meta``.
 from __future__ import annotations
 
 import enum
-import functools
-import operator
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .arena import WINDOW, fault
+from .aliases import (
+    UNDECLARED_VIEWS,
+    aliased_args,
+    first_stale_read,
+    mutated_args,
+    storage_roots,
+)
+from .arena import fault
 from .collectives import (
     COLLECTIVES,
     OPERATOR,
@@ -32,9 +37,13 @@ from .collectives import (
 from .compat.sizes import polynomial
 from .compat.trace import GraphOnly, hinted
 from .errors import VerifyError
+from .host_part import HostPart
 from .memory_plan import MemoryPlan
 
-__all__ = ["COLLECTIVES", "OPERATOR", "WAIT", "is_collective", "operands"]  # of `collectives`, for others
+__all__ = [  # of other modules, for others
+    "COLLECTIVES", "OPERATOR", "WAIT", "is_collective", "operands",
+    "UNDECLARED_VIEWS", "aliased_args", "first_stale_read", "mutated_args", "storage_roots",
+]
 
 # What a node that a pass makes has of the one that it stands for: `checkpoint` sets the last two.
 _INHERITED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
@@ -93,7 +102,8 @@ class StepGraph:
     ``gradients`` are the nodes that are the whole gradient of a leaf from one backward, numbered from 1; ``plan``
     is what `planner` has decided, and ``unplanned`` what it found none for; ``windows`` are the parameters that
     ZeRO keeps whole beside this rank's part of them, and ``bucket_bytes`` is what small ones that travel together
-    may come to; ``parallel`` is the group of ranks that may keep an activation in parts.
+    may come to; ``parallel`` is the group of ranks that may keep an activation in parts; ``ahead`` is what
+    the host computes before.
     """
 
     module: fx.GraphModule
@@ -106,6 +116,7 @@ class StepGraph:
     windows: tuple[Window, ...] = ()
     bucket_bytes: int | None = None
     parallel: Any = None
+    ahead: HostPart | None = None
 
     def copy(self) -> StepGraph:
         """The same step with a graph of its own, whose nodes have the same names."""
@@ -192,7 +203,22 @@ class StepGraph:
             lines.append(f"  {names[node]}: {describe(node)} = {op_name(node)}"
                          f"({_arguments(node, names)})")
         results = ", ".join(_render(a, names) for a in self.graph.output_node().args[0])
-        return "\n".join([*lines, f"return {results}"]) + "\n"
+        return "\n".join([*lines, *self._ahead(names), f"return {results}"]) + "\n"
+
+    def _ahead(self, names: dict[fx.Node, str]) -> list[str]:
+        """The text of what the host computes before, and where its numbers go."""
+        if self.ahead is None:
+            return []
+        inputs, graph = [names[n] for n in self.placeholders], self.ahead.module.graph
+        host = {n: inputs[i] for n, i in zip(graph.find_nodes(op="placeholder"), self.ahead.given)}
+        lines = []
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                host[node] = f"h{len(lines)}"
+                lines.append(f"  {host[node]}: {describe(node)} = {op_name(node)}({_arguments(node, host)})")
+        given = [host[n] for n in graph.output_node().args[0]]
+        ends = [f"  {inputs[i]} <- {name}" for i, name in zip((*self.ahead.numbers, *self.ahead.written), given)]
+        return ["ahead, on the host:", *lines, *ends]
 
     def verify(self) -> None:
         """Raise `VerifyError` unless the graph is well formed and safe to run in its order."""
@@ -285,97 +311,6 @@ def source_line(node: fx.Node) -> str | None:
         match = re.match(r'File "(.*)", line (\d+)', line)
         if match and "/torch/" not in match[1] and not match[1].startswith(_OURS):
             return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} {code}"
-    return None
-
-
-# ------------------------------------------------------------------- aliases and writes
-
-
-# Views whose schema says that they are not, because autograd may treat them as new tensors.
-UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes",
-                    "aten::unsafe_chunk", "aten::_reshape_alias",
-                    # The result of a collective is not to be touched before it has come.
-                    "_c10d_functional::wait_tensor"}
-
-
-Places = tuple[tuple[int, str], ...]
-
-
-def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage `node` writes into."""
-    return _operands(node, _written(node.target)) if isinstance(node.target, OPERATOR) else []
-
-
-def aliased_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage the value of `node` shares: none if it owns its storage."""
-    if isinstance(node.target, OPERATOR) and not (node.kwargs or _shared(node.target)):
-        return []  # most operators
-    source = node.args[0] if node.target is operator.getitem else node
-    into = source.kwargs.get("out") if isinstance(source, fx.Node) else None
-    if isinstance(into, list | tuple):  # no schema says so of a list of results
-        return list(into) if source is node else [into[node.args[1]]]
-    if source is not node:
-        return aliased_args(source) if isinstance(source, fx.Node) else []
-    return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
-
-
-@functools.cache
-def _written(target: Any) -> Places:
-    return tuple((i, argument.name) for i, argument in enumerate(target._schema.arguments)
-                 if argument.alias_info is not None and argument.alias_info.is_write)
-
-
-@functools.cache
-def _shared(target: Any) -> Places:
-    schema = target._schema
-    returned = set().union(*(r.alias_info.before_set for r in schema.returns
-                             if r.alias_info is not None))
-    # "*" is how `split` and `unbind` say that their list holds views of the argument.
-    return tuple(
-        (i, argument.name) for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and (
-            argument.alias_info.before_set & returned or "*" in argument.alias_info.after_set)
-        or i == 0 and schema.name in UNDECLARED_VIEWS)
-
-
-def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
-    values = (node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in places)
-    return [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))
-            if isinstance(v, fx.Node)]
-
-
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For every node, the nodes that own the storages its value lives in; a tenant of the arena its bytes."""
-    roots: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        shared = aliased_args(node) if node.op == "call_function" and node.target is not WINDOW else []
-        found = [roots[a] for a in shared] or [frozenset([node])]
-        roots[node] = found[0] if len(found) == 1 else frozenset().union(*found)
-    return roots
-
-
-def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
-    """A node that reads, through any alias, what an earlier node has overwritten.
-
-    Values are functional, so a read means the value from before the write, unless it reads
-    the writing node itself; ``copy_(p, p)`` shows what is in p by now.
-    """
-    roots = storage_roots(graph)
-    version: dict[fx.Node, int] = {}  # writes so far, by owner
-    seen: dict[fx.Node, dict[fx.Node, int]] = {}  # node -> owner -> version its value shows
-    writer: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        written = {r for a in mutated_args(node) for r in roots[a]}
-        for argument in operands(node):
-            for root in roots[argument]:
-                # Returning an updated input as a result is how a step hands it back.
-                if seen[argument].get(root, 0) != version.get(root, 0) and node.op != "output":
-                    if node.target is not torch.ops.aten.copy_.default or node.args[0] is not node.args[1]:
-                        return node, writer[root]
-        for root in written:
-            version[root] = version.get(root, 0) + 1
-            writer[root] = node
-        seen[node] = {root: version.get(root, 0) for root in roots[node]}
     return None
 
 

@@ -21,9 +21,9 @@ LONGEST = 400  # lines
 # From the bottom up: a module imports from its own layer or from those above it in this list.
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
-    {"errors", "options", "memory_plan", "compat"},
-    {"step_graph", "data_sizes", "second_derivative", "unused_outputs", "devices", "measure", "optim", "quantization", "distributed", "collectives", "arena", "replaced", "ctc", "checks"},
-    {"planning", "lowering", "liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "finiteness", "margin_loss", "gaussian_loss", "partition", "ordering", "structure", "loops", "folding", "rowwise", "row_regions"},
+    {"errors", "options", "memory_plan", "host_part", "compat"},
+    {"step_graph", "aliases", "data_sizes", "second_derivative", "unused_outputs", "devices", "measure", "optim", "quantization", "distributed", "collectives", "arena", "replaced", "ctc", "checks"},
+    {"planning", "lowering", "liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "finiteness", "margin_loss", "gaussian_loss", "partition", "ordering", "recordable", "structure", "loops", "folding", "rowwise", "row_regions"},
     {"step_pass"},
     {"passes", "backends"},
     {"reporting", "capture", "build", "zero", "pipelines", "report", "records", "bench", "verification", "programs"},

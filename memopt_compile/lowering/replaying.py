@@ -3,11 +3,12 @@
 To launch kernels one by one takes the host some microseconds each, and to call a piece some thirty
 (docs/results/launches.md). A device that is done sooner waits. Rules:
 
-1. The device's tensors and numbers are all that the step reads (`obstacle`): a graph replays kernels, and neither
-   Python nor the host's arithmetic, nor what it draws. Random numbers of the device go on, as PyTorch's generators know of graphs.
+1. The device's tensors and numbers are all that the step reads (`recordable`): a graph replays kernels, and neither
+   Python nor the host's arithmetic, nor what it draws: what it computes of counts and rates goes ahead (`passes.host_ahead`).
+   Random numbers of the device go on, as PyTorch's generators know of graphs.
 2. Parameters, states and buffers are read and written where they are. The batch is copied into buffers of
    the graph's own, and results are handed out as copies: the next replay writes over them.
-3. When one of them has moved or a number has changed (a learning rate that is no tensor), the step is recorded
+3. When one of them has moved, or a number of the host that did not go ahead has changed, the step is recorded
    again, `RECORDINGS` times in all; what changes more often runs unrecorded.
 4. A graph keeps the memory that the step frees, between steps too. All graphs on a device share one pool, as no
    two run at once. With a budget the pool counts: where it does not fit, the step runs unrecorded.
@@ -31,15 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import is_collective, is_wait
 from ..compat.recording import give_up_pool
-from ..compat.trace import pytree
-from ..finiteness import REQUIRE_FINITE
 from ..measure import being_measured
 from ..options import format_bytes
-from ..ordering import is_random
-from ..step_graph import OF_TORCH, Role, StepGraph, mutated_args, storage_roots
-from ..transfers import is_transfer
+from ..recordable import obstacle
+from ..step_graph import Role, StepGraph
 
 log = logging.getLogger("memopt_compile")
 
@@ -47,36 +44,6 @@ WARM = 2  # runs before: Triton tunes its kernels in the first, and the second i
 RECORDINGS = 3
 LITTLE = 0.1  # of the device's memory
 RESULTS = 0.01, 2**20  # of the step's peak, bytes: results that need more than both are not worth copies
-_ITEM = torch.ops.aten._local_scalar_dense.default
-
-
-def obstacle(step: StepGraph, asked: bool = True) -> str | None:
-    """Why a graph cannot stand for the step (rule 1), with what to do; None if it can.
-
-    An operator of another library may do more than launch kernels: only who has `asked` for a graph knows.
-    """
-    roots = storage_roots(step.graph)
-    written = {owner for n in step.graph.nodes for a in mutated_args(n) for owner in roots[a]}
-    for node, given in zip(step.placeholders, step.inputs):
-        value = node.meta["val"]
-        if not isinstance(value, Tensor) and node.users or not all(type(n) is int for n in getattr(value, "shape", ())):
-            return f"the size of {given.label} may change from call to call: compile with dynamic=False"
-        if not isinstance(value, Tensor):
-            continue
-        if value.device.type != "cuda" and (value.dim() or node in written):
-            return (f"{given.label} is on the host: move it to the device (capturable=True or fused=True does so "
-                    "with an optimizer's counts of steps)")
-        if given.role is Role.BATCH and node in written:
-            return f"the step writes into {given.label}, which is new in every call: write into a copy"
-    for node in step.computing():
-        if node.target in (_ITEM, REQUIRE_FINITE) or is_transfer(node) or is_collective(node) or is_wait(node):
-            return f"{node.target} needs the host or another device while the step runs"
-        values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-        if is_random(node) and any(v.device.type == "cpu" for v in values):
-            return f"{node.target} draws on the host: draw on the device"
-        if not asked and getattr(node.target, "namespace", None) not in (None, *OF_TORCH):
-            return f"{node.target} is another library's: say cuda_graphs=True if it only launches kernels"
-    return None
 
 
 @functools.cache
@@ -140,6 +107,7 @@ class Replayed:
         if reason := obstacle(self.step, self.asked) or self._not_little(self.peak_bytes - self._resident_bytes()):
             self._stop(reason)
         self.batch = [i for i, given in enumerate(self.step.inputs) if given.role is Role.BATCH]
+        self.read = [bool(node.users) for node in self.step.placeholders]
 
     def __call__(self, inputs: list) -> Any:
         self.calls += 1
@@ -158,7 +126,7 @@ class Replayed:
 
     def _key(self, place: int, value: Any) -> Any:
         """What must not change for a graph to stay true (rule 3)."""
-        if not isinstance(value, Tensor) or place in self.batch and value.device.type == "cuda":
+        if not (isinstance(value, Tensor) and self.read[place]) or place in self.batch and value.device.type == "cuda":
             return None  # nobody reads it, or it is copied
         return value.data_ptr() if value.device.type == "cuda" else value.item()
 

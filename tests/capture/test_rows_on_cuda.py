@@ -48,13 +48,10 @@ def test_row_by_inductor(name):
                         lowering="inductor")
 
 
-@pytest.mark.parametrize("name", [n for n in ROWS if n != "state_loaded_in_the_middle"])
+@pytest.mark.parametrize("name", ROWS)
 def test_row_as_a_cuda_graph(name, monkeypatch):
-    """With counts of steps on the device; in float32 there, which a loaded state shows beyond this test's bound. What has
-    sizes from data is refused."""
+    """Counts of steps and rates go ahead of it, as they are in the host's memory. What has sizes from data is refused."""
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "cuda_graphs", True)
-    for each in (torch.optim.Adam, torch.optim.AdamW):
-        monkeypatch.setitem(each.__init__.__kwdefaults__, "capturable", True)
     refused = rows.ROWS[name].__module__ == "rows_data_sizes"
     with pytest.raises(OptionError, match="E201: only the data tell a size") if refused else contextlib.nullcontext():
         test_rows.test_row(name)
