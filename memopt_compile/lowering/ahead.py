@@ -86,7 +86,8 @@ class Ahead:
                 for row, number in zip(buffer, values.tolist()):
                     row.fill_(number)
                 continue
-            rows = torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+            # Whatever the caller's default device is.
+            rows = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda)
             rows[:, 0] = values
             buffer.copy_(rows, non_blocking=True)
         inputs.extend(self.numbers)
@@ -125,7 +126,7 @@ class _Program:
         packed = []
         for buffer in buffers:
             wanted = list(dict.fromkeys(places[i] for i in buffer))
-            packed.append((tuple(wanted), torch.tensor([wanted.index(places[i]) for i in buffer])))
+            packed.append((tuple(wanted), torch.tensor([wanted.index(places[i]) for i in buffer], device="cpu")))
         return cls(fx.GraphModule(part.module, graph), tuple(packed), tuple(places[len(part.numbers):]))
 
     def __call__(self, host: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -161,7 +161,7 @@ def efficient(q, k, v, bias, lse, p=0.0, causal=False, *, scale=None):
 
 def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, p, mask, causal=False, *, scale=None):
     assert not mask[3], "the gradient of a bias is not computed here"
-    return *attention_backward(grad, q, k, v, bias, int(seed), int(offset), p, causal, scale), None
+    return *attention_backward(grad, q, k, v, bias, int(host(seed)), int(host(offset)), p, causal, scale), None
 
 
 def flash(q, k, v, p=0.0, causal=False, debug=False, *, scale=None):
@@ -185,7 +185,7 @@ def cudnn(q, k, v, bias, lse, p=0.0, causal=False, debug=False, *, scale=None):
 
 
 def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, p, causal, *, scale=None):
-    return attention_backward(grad, q, k, v, bias, int(seed), int(offset), p, causal, scale)
+    return attention_backward(grad, q, k, v, bias, int(host(seed)), int(host(offset)), p, causal, scale)
 
 
 # ---------------------------------------------------------------- graphs
