@@ -146,6 +146,11 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
     return lowered
 
 
+def keeps_order(step: StepGraph, pieces: bool) -> bool:
+    """Whether what runs between pieces runs in the order of the schedule: one piece has an order of Inductor's."""
+    return pieces and can_cut(step)
+
+
 def _by_live_bytes(step: StepGraph, called: list[str], parts: list[Piece]) -> list[str]:
     """Names of the pieces, those first in which the schedule has most alive."""
     begin, most = {part.first: name for name, part in zip(called, parts)}, dict.fromkeys(called, 0)

@@ -25,6 +25,7 @@ from . import (
     compat,
     data_sizes,
     devices,
+    folding,
     loops,
     pipelines,
     programs,
@@ -38,6 +39,7 @@ from .capture import iterations, read_later, telling, update_operator
 from .compat import breaks, data, dynamo, trace
 from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
+from .finiteness import random_numbers
 from .options import Options
 from .records import Compilation, forget, nothing_runs, remember
 from .step_graph import source_line
@@ -81,13 +83,15 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = "step" if _differentiates(gm) else "model"
+    if notes.checks and checks.branches(gm) and kind == "model":
+        notes.branch_at_once()
     reading = _read_later(gm, kind, notes)
     if kind == "model" and data_sizes.are_avoidable():
         data_sizes.trace_without(notes.where, "only a whole step is planned")
     notes.begun = notes.begun or kind == "model" and _differentiable(gm)
     if kind == "step" or notes.begun:
         telling.settle(notes, whole=kind == "step")
-    _check_accumulation(opts, kind, notes)
+    folding.check(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
     if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):
@@ -171,21 +175,6 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
         _check_budget(opts, "model", notes)
 
 
-def _check_accumulation(opts: Options, kind: str, notes: capture.Notes) -> None:
-    where = "accumulate='optimizer_states'"
-    if opts.accumulate == "gradients":
-        return
-    if not notes.folds:
-        raise OptionError("capture has not seen the option", where=where,
-                          do="give options={...} to torch.compile itself, not to a wrapper of memopt")
-    if opts.verify:
-        raise OptionError("AdamA's v is not Adam's, so that the two cannot be compared",
-                          where=f"verify=True, {where}", do="verify the step without accumulate")
-    if kind == "model" and not (notes.reason or notes.resumed):
-        raise OptionError("the compiled function has no optimizer in it", where=where,
-                          do="compile the whole step: forward, backward() and opt.step()")
-
-
 def _differentiates(gm: fx.GraphModule) -> bool:
     """Whether the graph holds a backward, by autograd or by `torch.func`."""
     if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
@@ -266,6 +255,8 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if data_sizes.are_avoidable() and (unbounded or not _caused_by(error, (MemoptError, _NotWhole))):
             forget(notes.frame, record)
             data_sizes.trace_without(notes.where, unbounded or error)
+        if checks.branches(gm):
+            notes.branch_at_once()
         if not (views or unbounded or _caused_by(error, _NotWhole)):
             raise _cause(error, MemoptError) or error
         line, why, remedy = (
@@ -280,6 +271,11 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     run = zero.together_with_others(run, storages, wholes, record) if storages else run
     if record.options.verify:
         run = verifying(run, gm, record)
+    if checks.branches(gm):
+        if not (checks.come_first(record.step) and (eager_lowering or inductor.keeps_order(
+                record.step, record.options.pieces))):
+            notes.branch_at_once()
+        run = checks.by_eager(run, notes.frame, functools.partial(random_numbers, record.device))
     stale = [i for i, (label, _, _) in enumerate(origin)
              if label in notes.replaced_gradients and not _reads_gradient(origin, label)]
     return _dropping_gradients(run, stale) if stale else run

@@ -56,7 +56,7 @@ def falling_back(run: Callable[[list], Any], exact: Callable[[], Callable[[list]
 
     def taken_back(inputs: list) -> Any:
         given = list(inputs)
-        with _random_numbers(device) as restore:
+        with random_numbers(device) as restore:
             with contextlib.suppress(NotFinite):
                 return run(inputs)
             # Outside the handler: the traceback would hold what the program had allocated.
@@ -68,7 +68,7 @@ def falling_back(run: Callable[[list], Any], exact: Callable[[], Callable[[list]
 
 
 @contextlib.contextmanager
-def _random_numbers(device: torch.device) -> Iterator[Callable[[], None]]:
+def random_numbers(device: torch.device) -> Iterator[Callable[[], None]]:
     """What sets the generators that a step on `device` draws from back to where they are now."""
     places = [(torch.set_rng_state, torch.get_rng_state())]
     if device.type == "cuda":

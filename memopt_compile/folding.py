@@ -109,3 +109,23 @@ def _rows(value: Tensor) -> Tensor:
 
 def _number(beta: Any) -> Tensor:
     return beta if isinstance(beta, Tensor) else torch.full((), beta, dtype=torch.float64)
+
+
+def check(opts: Any, kind: str, notes: Any) -> None:
+    """Refuse the option in `opts` where what capture has noted of the frame does not go with it.
+
+    Raises:
+        OptionError: there is no optimizer, or another option is in the way.
+    """
+    where = "accumulate='optimizer_states'"
+    if opts.accumulate == "gradients":
+        return
+    if not notes.folds:
+        raise OptionError("capture has not seen the option", where=where,
+                          do="give options={...} to torch.compile itself, not to a wrapper of memopt")
+    if opts.verify:
+        raise OptionError("AdamA's v is not Adam's, so that the two cannot be compared",
+                          where=f"verify=True, {where}", do="verify the step without accumulate")
+    if kind == "model" and not (notes.reason or notes.resumed):
+        raise OptionError("the compiled function has no optimizer in it", where=where,
+                          do="compile the whole step: forward, backward() and opt.step()")

@@ -19,6 +19,7 @@ import torch
 
 from . import data_sizes, devices, pipelines
 from .backends import eager, inductor
+from .checks import is_check
 from .compat.sizes import polynomial
 from .costs import workspace as workspace_of
 from .errors import InfeasibleBudget, OptionError
@@ -58,6 +59,8 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         record.captured = step
         return eager.lower(step)
     record.observe("captured", step)
+    if any(map(is_check, step.computing())):
+        _fix_sizes(step)  # with symbols among them Inductor has one piece, and no order of checks and writes
     budget, limit = record.options.memory_budget, None
     if budget is None:
         program = _program(step, record, None)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from .checks import REQUIRE
 from .collectives import is_collective, is_wait
 from .compat.trace import pytree
 from .finiteness import REQUIRE_FINITE
@@ -39,7 +40,7 @@ def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = (
     for node in step.computing():
         if node in ahead:
             continue
-        if node.target in (_ITEM, REQUIRE_FINITE) or is_transfer(node) or is_collective(node) or is_wait(node):
+        if node.target in (_ITEM, REQUIRE_FINITE, REQUIRE) or is_transfer(node) or is_collective(node) or is_wait(node):
             return f"{node.target} needs the host or another device while the step runs"
         values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
         if is_random(node) and any(v.device.type == "cpu" for v in values):

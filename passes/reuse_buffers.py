@@ -12,7 +12,7 @@ runs on the same values. The numbered rules are cited in the code.
    that geometry too, because then each element is read before it is written.
 4. Nothing that lives in the buffer is touched after the operator. In an input that means up to
    the write that restores it; the result and what is made in its place are dead by then, or are
-   what that write would have copied.
+   what that write would have copied. Nor is an input written before a check that the write comes after.
 5. Results that the step returns never live in an input.
 6. A ``copy_`` of a value onto the place where it already is goes.
 7. ``addmm`` takes the buffer of what it adds its product to, and no other; ``index_add``, ``index_put`` and
@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from memopt_compile.checks import is_check
 from memopt_compile.collectives import readers
 from memopt_compile.compat.sizes import polynomial
 from memopt_compile.lowering.writing import writing_form
@@ -158,6 +159,7 @@ class _Buffers:
         self.position = {node: i for i, node in enumerate(step.graph.nodes)}
         self.roots = storage_roots(step.graph)
         self.returned = set(step.graph.output_node().all_input_nodes)
+        self.checks = [i for node, i in self.position.items() if is_check(node)]
         self.members: dict[fx.Node, set[fx.Node]] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.latest: dict[fx.Node, fx.Node] = {}  # by owner, the node that shows what is in it now
@@ -240,6 +242,8 @@ class _Buffers:
         if restore.target is not aten.copy_.default or _geometry(restore) != _geometry(node):
             return False
         if root in self.roots[restore.args[1]]:
+            return False
+        if any(now < check < self.position[restore] for check in self.checks):
             return False
         until = self.position[restore]
         if restore.args[1] is node:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import compat, folding
-from ..compat import breaks, decided, dynamo, frames, guards
+from ..compat import branches, breaks, decided, dynamo, frames, guards
 from ..errors import MemoptError
 from ..records import compilations
 from . import backward, functions, iterations, read_later, telling, torch_optim, update_copies
@@ -77,6 +77,7 @@ class Notes:
     reads_behind: int = 0  # of these, behind the last update
     reads_later: bool = True
     reads_behind_later: bool = True
+    checks: bool = True  # the graph may check data where a branch raises
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     eager: bool = False  # lowering="eager"
@@ -101,6 +102,11 @@ class Notes:
         else:
             self.reads_later = False
         breaks.restart(self.trace, str(why))
+
+    def branch_at_once(self) -> NoReturn:
+        """Have Dynamo trace the frame anew, and end its graph where the data decide."""
+        self.checks = False
+        breaks.restart(breaks.traced_now(), "the step is not whole, or checks what gradients made")
 
     def leave(self, why: str) -> NoReturn:
         """Have Dynamo leave the frame to Python."""
@@ -251,6 +257,8 @@ def _wrap_symfloat(original: Callable, self: Any, value: float) -> Any:
 
 def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: Any) -> Any:
     """``momentum != 0`` and the like are decided now, with a guard on the answer."""
+    if of_data := branches.compared(original, compare, tx, args, kwargs):
+        return of_data
     answer = decided.decided([each.realize() for each in args], compare, f"{compare.__name__} of numbers")
     return original(tx, args, kwargs) if answer is None else compat.VariableTracker.build(tx, answer[0])
 
@@ -349,7 +357,7 @@ def scope(step: Any, code: Any, options: Any = None,
             add_product=functions.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
             reads=lambda tx, tensor: read_later.waits(tx, tensor, _notes_of(tx)),
-            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)),
+            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)), checks=lambda tx: _notes.checks,
         ):
             yield _notes
     except breaks.LEFT as error:
