@@ -1,12 +1,11 @@
 """Checks of data within a step: an ``assert`` on a tensor, and ``if not math.isfinite(loss.item()): raise ..``.
 
-1. The graph has the side of such a branch that does not raise, behind the operator `require`; an assert of torch's own
-   is an operator that raises, too.
-2. In eager nothing behind a check has happened when it raises. What a step changes therefore comes after the checks
-   before it (`ordering`, rule 5). Of what gradients made that is not enough: there the update is fused with the
-   backward that it stands beside, and has begun. Such a step is not captured (`of_gradients`).
-3. Where `require` fails nothing has changed, and eager runs the step of the user with the same random numbers
-   (`by_eager`): it prints, changes and raises what it would have.
+1. The graph has the side of such a branch that does not raise, behind the operator `require` (`compat.branches`).
+2. What a step changes comes after the checks before it (`ordering`, rule 5). So nothing has changed where `require`
+   fails, and eager runs the step of the user with the same random numbers (`by_eager`): it prints, changes and raises
+   what it would have. A step of which that is not so ends at the branch (`can_be_left`).
+3. torch's own operators that raise (`torch._assert_async`) raise from the graph. One that looks at gradients has the step
+   run uncompiled (`of_gradients`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
 from .aliases import mutated_args, storage_roots
+from .collectives import is_collective
 from .compat.trace import CHECKS, pytree
 from .errors import NumericsError
 
@@ -49,9 +49,12 @@ def branches(gm: fx.GraphModule) -> bool:
     return bool(gm.graph.find_nodes(op="call_function", target=REQUIRE))
 
 
-def come_first(step: Any) -> bool:
-    """Whether nothing that stays has changed in a `StepGraph` where one of its branches may fail."""
+def can_be_left(step: Any) -> bool:
+    """Whether eager can do a `StepGraph`'s step where one of its branches fails: nothing that stays has changed there,
+    and no other rank goes on with this one."""
     nodes, inputs = list(step.graph.nodes), set(step.placeholders)
+    if any(map(is_collective, nodes)):
+        return False
     last = max((i for i, node in enumerate(nodes) if node.target is REQUIRE), default=0)
     roots = storage_roots(step.graph)
     return not any(roots[a] & inputs for node in nodes[:last] for a in mutated_args(node))

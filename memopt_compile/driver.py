@@ -272,7 +272,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     if record.options.verify:
         run = verifying(run, gm, record)
     if checks.branches(gm):
-        if not (checks.come_first(record.step) and (eager_lowering or inductor.keeps_order(
+        if not (checks.can_be_left(record.step) and (eager_lowering or inductor.keeps_order(
                 record.step, record.options.pieces))):
             notes.branch_at_once()
         run = checks.by_eager(run, notes.frame, functools.partial(random_numbers, record.device))
