@@ -47,10 +47,10 @@ def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64, vocabulary
     return step, (tokens, tokens.roll(-1, 1)), model
 
 
-def small(micro_batches=1):
+def small(micro_batches=1, dtype=torch.float64):
     """The same of a few layers with dropout, which are planned in a fraction of the time."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]).double()
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]).to(dtype)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x, y):
@@ -61,7 +61,7 @@ def small(micro_batches=1):
         opt.zero_grad()
         return loss.detach()
 
-    return step, (torch.randn(512, 32, dtype=torch.float64), torch.randint(32, (512,))), model
+    return step, (torch.randn(512, 32, dtype=dtype), torch.randint(32, (512,))), model
 
 
 def trained(budget, lowering="eager", made=None, **kind):
@@ -275,10 +275,10 @@ def test_with_gradients_folded_into_states():
 
 @pytest.mark.inductor
 def test_kept_on_inductor():
-    kind = {"dtype": torch.float32, "layers": 1}  # dropout too: seeds are kept
-    _, parameters, report = trained(None, "inductor", **kind)
-    budget = between(report, 0.75)
-    _, got, found = trained(budget, "inductor", **kind)
+    made = partial(small, dtype=torch.float32)  # dropout too: seeds are kept
+    _, parameters, report = trained(None, "inductor", made)
+    budget = between(report, 0.85)
+    _, got, found = trained(budget, "inductor", made)
     assert found.measured_peak_bytes <= budget
     assert found.plan.chosen("recompute")
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
