@@ -337,10 +337,9 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
-             peak: int, counts: dict[str, int]) -> tuple[PassRecord, dict[str, int]]:
-    """Run one pass over `step`, whose transient peak is `peak` bytes, and whose `op_counts` are `counts`; its record
-    and the counts behind it."""
+def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace, peak: int, counts: dict[str, int]
+             ) -> tuple[PassRecord, dict[str, int]]:
+    """Run one pass over `step` of transient peak `peak` bytes and `op_counts` `counts`: its record, the counts then."""
     start = time.perf_counter()
     refusal = each.requires(step)
     if refusal is not None:
