@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,19 @@ UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
 
 
 Places = tuple[tuple[int, str], ...]
+
+
+def _once(find: Callable[[Any], Places]) -> Callable[[Any], Places]:
+    """`find`, asked once for each operator. By identity: an operator's hash is a function of Python's, and every pass
+    asks for every node."""
+    known: dict[int, tuple[Any, Places]] = {}
+
+    def found(target: Any) -> Places:
+        if (entry := known.get(id(target))) is None:
+            entry = known[id(target)] = target, find(target)  # kept with its operator, so that no other has its id
+        return entry[1]
+
+    return found
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
@@ -40,13 +53,13 @@ def aliased_args(node: fx.Node) -> list[fx.Node]:
     return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
 
 
-@functools.cache
+@_once
 def _written(target: Any) -> Places:
     return tuple((i, argument.name) for i, argument in enumerate(target._schema.arguments)
                  if argument.alias_info is not None and argument.alias_info.is_write)
 
 
-@functools.cache
+@_once
 def _shared(target: Any) -> Places:
     schema = target._schema
     returned = set().union(*(r.alias_info.before_set for r in schema.returns
@@ -60,6 +73,8 @@ def _shared(target: Any) -> Places:
 
 
 def _operands(node: fx.Node, places: Places) -> list[fx.Node]:
+    if not places:  # most often
+        return []
     values = (node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in places)
     return [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))
             if isinstance(v, fx.Node)]
@@ -82,19 +97,22 @@ def first_stale_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     the writing node itself; ``copy_(p, p)`` shows what is in p by now.
     """
     roots = storage_roots(graph)
+    writes = {node: args for node in graph.nodes if (args := mutated_args(node))}
+    ever = {r for args in writes.values() for a in args for r in roots[a]}
+    watched = {node: shared for node, owners in roots.items() if (shared := owners & ever)}
     version: dict[fx.Node, int] = {}  # writes so far, by owner
     seen: dict[fx.Node, dict[fx.Node, int]] = {}  # node -> owner -> version its value shows
     writer: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        written = {r for a in mutated_args(node) for r in roots[a]}
         for argument in operands(node):
-            for root in roots[argument]:
+            for root in watched.get(argument, ()):
                 # Returning an updated input as a result is how a step hands it back.
                 if seen[argument].get(root, 0) != version.get(root, 0) and node.op != "output":
                     if node.target is not torch.ops.aten.copy_.default or node.args[0] is not node.args[1]:
                         return node, writer[root]
-        for root in written:
+        for root in {r for a in writes.get(node, ()) for r in roots[a]}:
             version[root] = version.get(root, 0) + 1
             writer[root] = node
-        seen[node] = {root: version.get(root, 0) for root in roots[node]}
+        if node in watched:
+            seen[node] = {root: version.get(root, 0) for root in watched[node]}
     return None

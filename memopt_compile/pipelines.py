@@ -194,9 +194,6 @@ def rewritten(
                ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
         return _within(step, options, lowering, workspace, limit, device, observe, formats, heads, free, smallest)
 
-    def peak(found: tuple[StepGraph, Any]) -> int:
-        return timeline(found[0], workspace).peak_bytes
-
     found, way = within(options, limit_bytes, observe), (options, limit_bytes)
     if free is not None:
         return found
@@ -205,14 +202,14 @@ def rewritten(
     if options.compress and not formats:  # else there is a plan already
         others.append((replace(options, compress=None, adapt=False), limit_bytes))
     for other in others:
-        if peak(found) > limit_bytes and peak(rival := within(*other)) < peak(found):
+        if peak_of(found) > limit_bytes and peak_of(rival := within(*other)) < peak_of(found):
             found, way = rival, other
     resident, shares = resident_bytes(step), NEARER if lowering == "eager" else ()
     for _ in range(TRIES):
-        if not shares or (least := peak(found)) <= limit_bytes:
+        if not shares or (least := peak_of(found)) <= limit_bytes:
             break
         nearer = way[0], max(limit_bytes, least - 1 - int(shares[0] * (least - resident)))
-        if peak(rival := within(*nearer, smallest=False)) < least:
+        if peak_of(rival := within(*nearer, smallest=False)) < least:
             found, way = rival, nearer
         else:
             shares = shares[1:]
@@ -247,24 +244,21 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
         twin, records = heads[head][0].copy(), heads[head][1]
         return twin, records + run(twin, passes[knows:], workspace, workspace, observe)
 
-    def peak(found: tuple[StepGraph, Any]) -> int:
-        return timeline(found[0], workspace).peak_bytes
-
     if free is not None:
         return by(chosen(free=free), observe)
     if lowering == "eager" and smallest:  # a step may fit only once it writes into dead buffers, which no plan foresees
         found = by(default(options, lowering, ANY, device, formats=formats), observe)
-        if peak(found) <= limit_bytes:
+        if peak_of(found) <= limit_bytes:
             return found
     if not options.recompute:
         return by(chosen(), observe)
     found = by(chosen(smallest=False), observe)
-    if peak(found) > limit_bytes:
+    if peak_of(found) > limit_bytes:
         tight = by(chosen(free=False, smallest=smallest), observe)
-        if peak(tight) <= limit_bytes or not smallest:
+        if peak_of(tight) <= limit_bytes or not smallest:
             return tight
         last = by(chosen(), observe)
-        best = min(found, tight, last, key=peak)
+        best = min(found, tight, last, key=peak_of)
         if best is last or observe is None:
             return best
         # It is told of what is taken last.
@@ -280,14 +274,19 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
             break
         # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
         faster = chosen(**way, **other, smallest=False, at_most=plan.seconds * (1 - GAP))
-        rival, _ = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
-        if rival.plan is None and peak((rival, ())) > limit_bytes:
+        begun = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
+        if begun[0].plan is None and peak_of(begun) > limit_bytes:
             continue
         seen = way | other
         rival = by(faster, observe)
-        if peak(rival) <= limit_bytes:
+        if peak_of(rival) <= limit_bytes:
             found, way = rival, seen
     return found if seen is way else by(chosen(**way, smallest=False), observe)
+
+
+def peak_of(found: tuple[StepGraph, Sequence[PassRecord]]) -> int:
+    """Predicted peak in bytes of a step as its passes have left it."""
+    return resident_bytes(found[0]) + found[1][-1].peak_after
 
 
 def behind_compression(options: Options, lowering: str, limit_bytes: int,
@@ -314,11 +313,12 @@ def run(
     """
     step.verify()
     workspace = workspace or no_workspace
-    records, peak = [], timeline(step, workspace).transient_peak_bytes
+    records, peak, counts = [], timeline(step, workspace).transient_peak_bytes, step.op_counts()
     with _collector_paused():
         for each in passes:
-            records.append(_run_one(step, each, costs, workspace, peak))
-            peak = records[-1].peak_after
+            record, counts = _run_one(step, each, costs, workspace, peak, counts)
+            records.append(record)
+            peak = record.peak_after
             if observe is not None:
                 observe(each.name, step)
     return tuple(records)
@@ -337,20 +337,19 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
-             peak: int) -> PassRecord:
-    """Run one pass over `step`, whose transient peak is `peak` bytes."""
+def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace, peak: int, counts: dict[str, int]
+             ) -> tuple[PassRecord, dict[str, int]]:
+    """Run one pass over `step` of transient peak `peak` bytes and `op_counts` `counts`: its record, the counts then."""
     start = time.perf_counter()
-    counts = step.op_counts()
     refusal = each.requires(step)
     if refusal is not None:
-        return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal)
+        return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal), counts
     before, written = _contents(step), _written(step)
     try:
         each.run(step, costs)
         same = len(now := _contents(step)) == len(before) and all(map(operator.is_, now, before))
-        step.verify()
-        lack = each.ensures(step) or _unwritten(step, written)
+        step.verify(same)
+        lack = each.ensures(step) or (None if same else _unwritten(step, written))
     except OptionError:
         raise  # what the user asked for does not go with this step
     except Exception as error:  # whatever it is, the user needs to know which pass it was
@@ -365,7 +364,7 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
             where=each,
             do="report it with the folder that options={'dump': ...} writes",
         )
-    counted = step.op_counts()
+    counted = counts if same else step.op_counts()
     changes = {name: counted.get(name, 0) - counts.get(name, 0) for name in sorted({*counted, *counts})}
     return PassRecord(
         each.name,
@@ -373,7 +372,7 @@ def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace,
         peak,
         peak if same else timeline(step, workspace).transient_peak_bytes,
         time.perf_counter() - start,
-    )
+    ), counted
 
 
 def _written(step: StepGraph) -> set[str]:
@@ -396,5 +395,6 @@ def _unwritten(step: StepGraph, before: set[str]) -> str | None:
 
 
 def _contents(step: StepGraph) -> list[Any]:
-    """The graph as objects that are others where a pass has changed it. The peak of the same graph is the same."""
-    return [each for n in step.graph.nodes for each in (n, n.target, n.args, n.kwargs, n.meta.get("val"))]
+    """The step as objects that are others where a pass has changed it. The peak of the same graph is the same."""
+    return [step.module, step.inputs, step.ahead, step.windows,
+            *(each for n in step.graph.nodes for each in (n, n.target, n.args, n.kwargs, n.meta.get("val")))]

@@ -220,24 +220,29 @@ class StepGraph:
         ends = [f"  {inputs[i]} <- {name}" for i, name in zip((*self.ahead.numbers, *self.ahead.written), given)]
         return ["ahead, on the host:", *lines, *ends]
 
-    def verify(self) -> None:
-        """Raise `VerifyError` unless the graph is well formed and safe to run in its order."""
+    def verify(self, same: bool = False) -> None:
+        """Raise `VerifyError` unless the graph is well formed and safe to run in its order. Of the `same` graph and inputs
+        as when it was verified last, only what else a pass may have changed is looked at."""
+        if not same:
+            self._verify_graph()
+        lost = [n.name for n in self.computing() if n not in self.phases]
+        if lost:
+            raise VerifyError(f"nodes without a phase: {', '.join(lost[:5])}",
+                              do="a pass that adds nodes says which phase they are in")
+        bucket = bucket_fault(self.graph, self.bucket_bytes, self.phase)
+        if bucket is not None:
+            raise VerifyError(bucket[1], where=source_line(bucket[0]), do=bucket[2])
+
+    def _verify_graph(self) -> None:
         self.graph.lint()
         if len(self.placeholders) != len(self.inputs):
             raise VerifyError(
                 f"the graph has {len(self.placeholders)} inputs and {len(self.inputs)} roles",
                 do="give a role to every input that a pass adds or removes")
-        lost = [n.name for n in self.computing() if n not in self.phases]
-        if lost:
-            raise VerifyError(f"nodes without a phase: {', '.join(lost[:5])}",
-                              do="a pass that adds nodes says which phase they are in")
         early = first_read_too_early(self.graph)
         if early is not None:
             raise VerifyError(f"the result of {early.name} is read before it has come",
                               where=source_line(early), do="read it behind a wait_tensor of it")
-        bucket = bucket_fault(self.graph, self.bucket_bytes, self.phase)
-        if bucket is not None:
-            raise VerifyError(bucket[1], where=source_line(bucket[0]), do=bucket[2])
         stale_read = first_stale_read(self.graph)
         if stale_read is not None:
             read, write = stale_read

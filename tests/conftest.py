@@ -9,11 +9,17 @@ objects for each guard): that is left alone too, from time to time.
 pytest captures loggers that do not propagate by handlers of its own: then the structured trace is on, and every
 graph is printed for it several times. And Dynamo makes a text of each side effect with its whole stack, which is
 deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
+
+In every process that compiles kernels, Inductor builds a library for each vector extension of the processor and loads
+it in another process, to see whether the compiler knows the extension: up to ten seconds. Here it is taken at its word.
 """
 
 import gc
 import itertools
 import logging
+import os
+
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # read when torch is imported, here and in processes started
 
 import pytest
 import torch._inductor.compile_fx  # noqa: F401  (what the first compilation imports)

@@ -1,11 +1,8 @@
 """A byte budget from outside: what the user asks for, gets, or is told."""
 
-import contextlib
 import importlib.util
-import logging
 import re
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
@@ -47,10 +44,27 @@ def make(dropout=0.1, layers=3, micro_batches=1, dtype=torch.float64, vocabulary
     return step, (tokens, tokens.roll(-1, 1)), model
 
 
-def trained(budget, lowering="eager", **kind):
+def small(micro_batches=1, dtype=torch.float64):
+    """The same of a few layers with dropout, which are planned in a fraction of the time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]).to(dtype)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x, y):
+        for inputs, targets in memopt.micro_batches(micro_batches, x, y):
+            loss = F.cross_entropy(model(inputs), targets)
+            (loss / micro_batches).backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, (torch.randn(512, 32, dtype=dtype), torch.randint(32, (512,))), model
+
+
+def trained(budget, lowering="eager", made=None, **kind):
     """Loss of each step, the parameters and the report after three steps under `budget`."""
     torch._dynamo.reset()
-    step, args, model = make(**kind)
+    step, args, model = made() if made else make(**kind)
     fast = memopt.compile(step, lowering=lowering, memory_budget=budget)
     losses = [fast(*args).item() for _ in range(3)]
     return losses, [p.detach() for p in model.parameters()], memopt.report(fast)
@@ -63,11 +77,11 @@ def free(request):
 
 def test_metrics_behind_the_step():
     """Numbers that are read there are read when it has run."""
-    step, args, _ = make(layers=1)
+    step, args, _ = small()
 
     def with_metrics(x, y):
         loss = step(x, y)
-        return {"loss": loss.item(), "perplexity": loss.exp().item(), "pairs": (x == y).float().mean().item()}
+        return {"loss": loss.item(), "perplexity": loss.exp().item(), "share": (y == 0).float().mean().item()}
 
     free = memopt.explain(step, *args, lowering="eager")
     budget = between(free, 0.9)
@@ -110,7 +124,7 @@ def test_kept_exactly_and_bit_by_bit_with_dropout(free):
 
 def test_a_step_that_fits_is_left_alone():
     """Down to its own peak, which it has once it writes into dead buffers."""
-    step, args, _ = make(dropout=0.0, layers=1)
+    step, args, _ = small()
     peak = memopt.explain(step, *args, lowering="eager").predicted_peak_bytes
     fits, less = memopt.explain(step, *args, lowering="eager", memory_budget=[peak, peak - 1]).points
     assert fits.peak_bytes == peak and not fits.seconds
@@ -118,19 +132,19 @@ def test_a_step_that_fits_is_left_alone():
 
 
 def test_a_refusal_names_the_smallest_peak_and_that_one_works():
-    _, _, report = trained(None, layers=1)
+    _, _, report = trained(None, made=small)
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak found") as refusal:
-        trained(report.resident_bytes + 1000, layers=1)
+        trained(report.resident_bytes + 1000, made=small)
     for price in ("compress='int4': ", "halve the batch"):
         assert price in refusal.value.do
     assert "state_bits=8" not in refusal.value.do  # the state is in float64, which memopt.optim does not shorten
     assert "there before the step" in refusal.value.what
-    least = memopt.explain(make(layers=1)[0], *make(layers=1)[1], lowering="eager", memory_budget=[
+    least = memopt.explain(small()[0], *small()[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
-    _, _, found = trained(least, layers=1)
+    _, _, found = trained(least, made=small)
     assert found.measured_peak_bytes <= least
     told = re.search(r"raise memory_budget to ([0-9.]+ [KM]iB)", refusal.value.do)[1]
-    assert trained(told, layers=1)[2].measured_peak_bytes == found.measured_peak_bytes
+    assert trained(told, made=small)[2].measured_peak_bytes == found.measured_peak_bytes
 
 
 @pytest.mark.parametrize("optimizer, offered", [
@@ -151,7 +165,7 @@ def test_states_of_8_bits_are_offered_to_who_has_32(optimizer, offered):
 
 def test_auto_is_what_is_there_and_what_is_free(monkeypatch):
     """What the step holds already is not free, and is part of its peak."""
-    step, args, _ = make(layers=1)
+    step, args, _ = small()
     plain = memopt.explain(step, *args, lowering="eager")
     free = iter([plain.predicted_peak_bytes - plain.resident_bytes, 1, 1])
     monkeypatch.setattr(devices, "free_bytes", lambda device: next(free))
@@ -161,7 +175,7 @@ def test_auto_is_what_is_there_and_what_is_free(monkeypatch):
 
 
 def test_without_recomputation_the_step_is_refused():
-    step, args, _ = make(layers=1)
+    step, args, _ = small()
     with pytest.raises(memopt.InfeasibleBudget, match="recompute=False"):
         memopt.explain(step, *args, lowering="eager", memory_budget=0.5, recompute=False)
 
@@ -187,7 +201,7 @@ def test_a_step_in_parts_has_no_budget():
 
 @pytest.fixture(scope="module")
 def frontier():
-    step, args, _ = make(layers=1)
+    step, args, _ = small()
     return memopt.explain(step, *args, lowering="eager", memory_budget=[1.0, 0.9, 0.8, 0.6, 0.3])
 
 
@@ -227,13 +241,13 @@ def test_a_frontier_needs_a_step():
 
 
 def test_every_batch_size_has_its_own_plan():
-    step, (x, y), _ = make(layers=1)
+    step, (x, y), _ = small()
     free = memopt.explain(step, x, y, lowering="eager")
     budget = free.resident_bytes + int(0.7 * (free.predicted_peak_bytes - free.resident_bytes))
     torch._dynamo.reset()
     before = len(compilations(step.__code__))
-    fast = memopt.compile(make(layers=1)[0], lowering="eager", memory_budget=budget)
-    for rows in (16, 8, 16, 12, 16, 8):
+    fast = memopt.compile(small()[0], lowering="eager", memory_budget=budget)
+    for rows in (512, 256, 512, 384, 512, 256):
         fast(x[:rows], y[:rows])
     found = compilations(step.__code__)[before:]
     assert len(found) == 3 and any(r.step.plan is not None for r in found)
@@ -243,7 +257,7 @@ def test_every_batch_size_has_its_own_plan():
 def test_with_gradients_folded_into_states():
     def folded(budget):
         torch._dynamo.reset()
-        step, args, model = make(micro_batches=2, layers=1)
+        step, args, model = small(micro_batches=2)
         fast = memopt.compile(step, lowering="eager", accumulate="optimizer_states",
                               memory_budget=budget)
         for _ in range(3):
@@ -258,10 +272,10 @@ def test_with_gradients_folded_into_states():
 
 @pytest.mark.inductor
 def test_kept_on_inductor():
-    kind = {"dtype": torch.float32, "layers": 1}  # dropout too: seeds are kept
-    _, parameters, report = trained(None, "inductor", **kind)
-    budget = between(report, 0.75)
-    _, got, found = trained(budget, "inductor", **kind)
+    made = partial(small, dtype=torch.float32)  # dropout too: seeds are kept
+    _, parameters, report = trained(None, "inductor", made)
+    budget = between(report, 0.85)
+    _, got, found = trained(budget, "inductor", made)
     assert found.measured_peak_bytes <= budget
     assert found.plan.chosen("recompute")
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
@@ -339,7 +353,7 @@ def test_tensors_without_elements(compress):
 @settings(max_examples=3, deadline=None)
 @given(share=st.floats(0.55, 0.95))
 def test_any_budget_is_kept_or_refused(share):
-    step, args, _ = make(dropout=0.0, layers=1)
+    step, args, _ = small()
     try:
         report = memopt.explain(step, *args, lowering="eager", memory_budget=share)
     except memopt.InfeasibleBudget:
@@ -348,11 +362,11 @@ def test_any_budget_is_kept_or_refused(share):
 
 
 def test_compressed_gradients_are_compared_on_a_shadow_step():
-    budget = between(trained(None, dropout=0.0, layers=2)[2], 0.6)
+    budget = between(trained(None, made=small)[2], 0.6)
     largest = {}
     for bound in (None, 0.05):
         torch._dynamo.reset()
-        step, args, _ = make(dropout=0.0, layers=2)
+        step, args, _ = small()
         fast = memopt.compile(step, lowering="eager", memory_budget=budget, verify=True, recompute=False,
                               compress="auto" if bound else "int4", max_gradient_error=bound)
         fast(*args)
@@ -363,37 +377,3 @@ def test_compressed_gradients_are_compared_on_a_shadow_step():
         assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
         largest[bound] = report.plan.largest_error
     assert largest[None] > 0.1 and largest[0.05] == FORMATS["int8"].error
-
-
-@pytest.mark.parametrize("cut", ["", "ahead", "behind"])
-def test_a_step_compiled_too_often_has_no_budget(caplog, cut):
-    """A text is another constant in each call; torch leaves the step to eager, where no budget holds. Of a rest of it that
-    is not the step, this is said only."""
-    model = torch.nn.Linear(4, 1)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    log = types.SimpleNamespace(step="")
-
-    def changing(x, scale):
-        if cut == "ahead":
-            torch._dynamo.graph_break()
-        loss = model(x).mean() * (1.0 if cut == "behind" else float(scale))
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if cut == "behind":
-            torch._dynamo.graph_break()
-            log.step = scale  # so that it looks like a part of the step
-        return loss * float(scale)
-
-    for budget in (None, "1GiB")[cut != "":]:
-        torch._dynamo.reset()
-        fast = memopt.compile(changing, lowering="eager", memory_budget=budget)
-        with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING, "memopt_compile"):
-            for scale in ("1", "2"):
-                fast(torch.ones(3, 4), scale)
-            with contextlib.nullcontext() if budget is None or cut == "behind" else pytest.raises(
-                    memopt.OptionError, match="compiled 2 times"):
-                fast(torch.ones(3, 4), "3")
-    told = [r.getMessage() for r in caplog.records if "compiled 2 times" in r.getMessage()]
-    assert told and all("test_budget.py" in line and "recompiles" in line for line in told)
-    assert all(("what follows the step" in line) == (cut == "behind") for line in told)

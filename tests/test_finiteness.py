@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 4)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(64, 4)
 
     def forward(self, x, bias):
         for block in self.blocks:
@@ -69,7 +69,7 @@ def trained(biases, **options):
         opt.zero_grad()
         return loss.detach()
 
-    compiled = memopt.compile(step, memory_budget=0.65, **options)
+    compiled = memopt.compile(step, memory_budget=0.75, **options)
     torch.manual_seed(7)
     losses = [float(compiled(X, bias, Y)) for bias in biases]
     return memopt.report(compiled), losses, {k: v.clone() for k, v in model.state_dict().items()}

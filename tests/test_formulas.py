@@ -63,7 +63,7 @@ def gpt(batch: int, sequence: int, dynamic: bool = False):
     """A step of the README's GPT, what it trains, a function that says what was compiled of it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = models.GPT(models.GPTConfig(65, layers=2, width=32, context=64))
+    model = models.GPT(models.GPTConfig(65, layers=1, width=32, context=64))
     opt = torch.optim.AdamW(model.parameters())
 
     def step(text):

@@ -114,3 +114,30 @@ def test_a_plan_of_a_node_that_is_not_there(step):
     step.plan = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset({"nobody"}))
     with pytest.raises(memopt.PassError, match="the plan names nobody"):
         pipelines.run(step, [PlanMemory(1, torch.device("cpu"))])
+
+
+def forgets_a_phase(step):
+    step.phases.popitem()
+
+
+def forgets_a_role(step):
+    step.inputs = step.inputs[:-1]
+
+
+def turns_the_order(step):
+    first, last, *_ = step.computing()
+    last.append(first)
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (forgets_a_phase, "without a phase"), (forgets_a_role, "roles"), (turns_the_order, "before it has been defined")])
+def test_what_a_pass_leaves_as_it_was_is_not_all_that_is_looked_at(spoil, words):
+    """The same nodes are not verified again; their phases, inputs and order are."""
+    class Spoils(StepPass):
+        name: ClassVar[str] = "spoils"
+
+        def run(self, step, costs=None):
+            spoil(step)
+
+    with pytest.raises(memopt.PassError, match=words):
+        pipelines.run(two_layers(), [Spoils()])

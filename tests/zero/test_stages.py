@@ -21,7 +21,7 @@ def of_two(rank, ranks):
 def of_four(rank, ranks):
     found = {("even", stage): cases.trained(rank, ranks, stage, cases.even, measured=3)
              for stage in (0, 2, 3)}
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         found["replicas", stage] = cases.trained(rank, ranks, stage, cases.Tied, torch.float64, cases.adamw,
                                                  replicas=2, micro=2, clip=0.5)  # two of them, each of two ranks
     return found, [begun(rank, ranks, stage, replicas=2) for stage in (2, 3)]
@@ -81,7 +81,7 @@ def test_a_budget_with_room_has_parameters_gathered_ahead(pair):
         assert same_bits(rank["ahead", 3]["parameters"], rank["uneven", 3]["parameters"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_replicas_of_a_shared_model_are_one_process(four, stage):
     """With tied weights, two micro-batches, and rows that differ in number between ranks that share."""
     expected = cases.alone(cases.Tied, 4, clip=0.5)
@@ -95,7 +95,7 @@ def test_replicas_of_a_shared_model_are_one_process(four, stage):
             assert float((each["parameters"][name] - value).abs().max()) <= 1e-11
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_replicas_all_reduce_what_has_been_scattered(four, stage):
     """In stage 1 once a mini-batch, else once a micro-batch."""
     sent = four[0]["replicas", stage]["sent"]
