@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -24,6 +25,8 @@ from .collectives import is_collective
 from .compat.trace import CHECKS, pytree
 from .errors import NumericsError
 
+_told: list[Callable[[], None]] = []
+
 
 class Failed(Exception):
     """What the graph requires is not so."""
@@ -34,10 +37,22 @@ def require(holds: Tensor, where: str) -> None:
     """Nothing if `holds`, a tensor of one element; else raises, for the user's line `where`."""
     if not holds:
         raise Failed(where)
+    for told in _told[-1:]:
+        told()
 
 
 require.register_fake(lambda holds, where: None)
 REQUIRE = has_side_effect(torch.ops.memopt.require.default)
+
+
+@contextlib.contextmanager
+def passing(told: Callable[[], None]) -> Iterator[None]:
+    """Have `told` called for each branch within that goes on."""
+    _told.append(told)
+    try:
+        yield
+    finally:
+        _told.pop()
 
 
 def is_check(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from . import (
     devices,
     folding,
     loops,
+    old_gradients,
     pipelines,
     programs,
     replaced,
@@ -276,9 +277,9 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                 record.step, record.options.pieces))):
             notes.branch_at_once()
         run = checks.by_eager(run, notes.frame, functools.partial(random_numbers, record.device))
-    stale = [i for i, (label, _, _) in enumerate(origin)
-             if label in notes.replaced_gradients and not _reads_gradient(origin, label)]
-    return _dropping_gradients(run, stale) if stale else run
+    return old_gradients.dropping(run, gm, {
+        i: label for i, (label, _, _) in enumerate(origin)
+        if label in notes.replaced_gradients and not _reads_gradient(origin, label)})
 
 
 def _why_not_whole(gm: fx.GraphModule) -> tuple[str, str, str]:
@@ -314,18 +315,6 @@ def _in_eager(gm: fx.GraphModule, record: Compilation, notes: capture.Notes, why
 
 def _reads_gradient(origin: Sequence[tuple[str, Any, bool]], leaf: str) -> bool:
     return any(label == f"{leaf}.grad" for label, _, _ in origin)
-
-
-def _dropping_gradients(run: Callable, leaves: Sequence[int]) -> Callable:
-    """The step replaces these leaves' gradients unread: free the old ones before it runs, as
-    ``zero_grad()`` at its start does in eager."""
-
-    def run_without_old_gradients(*inputs: Any) -> Any:
-        for i in leaves:
-            inputs[i].grad = None
-        return run(*inputs)
-
-    return run_without_old_gradients
 
 
 def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation) -> Callable:

@@ -29,7 +29,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 
-from . import decided, fake_value, traced_without_grad
+from . import decided, fake_value, replaced_gradients, traced_without_grad
 from .breaks import break_graph
 
 JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF")
@@ -210,6 +210,8 @@ def _jump(original: Callable, self: Any, instruction: Any) -> None:
             holds = holds.call_method(self, "logical_not", [], {})
         VariableTracker.build(self, torch.ops.memopt.require.default).call_function(
             self, [holds, ConstantVariable.create(place)], {})
+    check = next(n for n in reversed(self.output.graph.nodes) if n.target is torch.ops.memopt.require.default)
+    check.meta["replaced"] = frozenset(replaced_gradients(self.output))  # whose gradients the step has replaced by now
     if side == instruction.opname.endswith("TRUE"):
         self.jump(instruction)
     return None
