@@ -110,14 +110,16 @@ class Trainer:
 
 
 def trained(look, compiled, **options):
-    """What four calls return or raise, the third of them on a batch that is not finite, and everything that they change."""
+    """What four calls return or raise, one of the last two on a batch that is not finite, and everything that they change."""
     torch._dynamo.reset()
     trainer, seen = Trainer(look), []
     run = memopt.compile(trainer.step, **options) if compiled else trainer.step
     for call in range(4):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(call)).double()
-        if call == 2:
-            x[1 if look == "exits" else 6, 1] = math.nan
+        if look == "exits" and call == 3:
+            x[1, 1] = math.nan
+        elif look != "exits" and call == 2:
+            x[6, 1] = math.nan
         try:
             seen.append(run(x, scale=2.0))
         except (Exception, SystemExit) as error:
@@ -145,7 +147,7 @@ def test_as_eager(look, caplog):
         assert all(map(equal, a, b)) and len(a) == len(b)
     report = memopt.report(got[3])
     assert (report.kind == "step" and "not captured whole" not in caplog.text) is (look in WHOLE)
-    assert isinstance(got[0][2], tuple) is (look in WHOLE)
+    assert any(isinstance(each, tuple) for each in got[0]) is (look in WHOLE)
 
 
 @pytest.mark.parametrize("options", [{"lowering": "eager"}, {"lowering": "eager", "memory_budget": 0.95}, pytest.param(
@@ -153,7 +155,7 @@ def test_as_eager(look, caplog):
 def test_nothing_changes_before_a_check(options):
     """Every write to what stays is behind all checks, wherever passes have moved either."""
     seen, _, _, run = trained("exits", True, **options)
-    assert seen[2] == (SystemExit, 3)
+    assert seen[3] == (SystemExit, 4)
     found = records.compilations(Trainer.step.__code__)[-1]
     nodes = list(found.step.computing())
     checks = [i for i, node in enumerate(nodes) if is_check(node)]
