@@ -336,7 +336,8 @@ def scope(step: Any, code: Any, options: Any = None,
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
         resumed=code.co_name.startswith("torch_dynamo_resume_in_"), stepped=step in telling.stepped,
         folds=(options or {}).get("accumulate") == "optimizer_states",
-        eager=(options or {}).get("lowering") == "eager")
+        eager=(options or {}).get("lowering") == "eager",
+        checks=not (options or {}).get("zero"))  # the others would wait for the rank whose check fails
     if not _FORMS:
         _FORMS.update({**torch_optim.single_tensor_forms(), **functions.FORMS})
     if "torch.distributed.tensor" in sys.modules:
