@@ -121,6 +121,8 @@ def _input(step: StepGraph, node: fx.Node, device: torch.device) -> fx.Node:
     """A new last input for the number `node`."""
     with step.graph.inserting_after(step.placeholders[-1]):
         number = step.graph.placeholder(f"number_{len(step.inputs)}")
-    number.meta["val"] = node.meta["val"].new_empty((), device=device)
+    value = node.meta["val"]
+    with value.fake_mode:
+        number.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
     step.inputs = (*step.inputs, Input(number.name, Role.NUMBER, f"{node.name}, made on the host", SLOT))
     return number
