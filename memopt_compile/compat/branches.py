@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch._dynamo.symbolic_convert import (
@@ -38,7 +39,7 @@ TRANSLATORS = (InstructionTranslatorBase, InstructionTranslator, InliningInstruc
 # Handlers that Python makes for a `with`, and behind it. Any other may catch.
 WITH = (["PUSH_EXC_INFO", "WITH_EXCEPT_START"], ["COPY", "POP_EXCEPT", "RERAISE"])
 ENDS = {"sys": (sys, {"exit"}), "os": (os, {"_exit", "abort"})}
-ASKED = {math.isfinite: torch.isfinite, math.isnan: torch.isnan, math.isinf: torch.isinf}
+ASKED = {getattr(module, name): getattr(torch, name) for module in (math, np) for name in ("isfinite", "isnan", "isinf")}
 ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.neg, operator.eq, operator.ne, operator.lt, operator.le,
               operator.gt, operator.ge)
 VERSION = "version of what a number is read off"

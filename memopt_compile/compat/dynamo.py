@@ -31,7 +31,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
-from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable, NumpyVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
@@ -272,6 +272,9 @@ def tracing_scope(
             result = _itself(operand, result)
         return result
 
+    def call_numpy(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return branches.asked(tx, self.value, args) or original(self, tx, args, kwargs)
+
     def remove_specialized(original: Callable, self: Any) -> None:
         # torch 2.13 means to remove inputs here, but takes every node on a 0-dim tensor that
         # nobody reads for one: so also the in-place updates of a scalar parameter's state.
@@ -334,6 +337,7 @@ def tracing_scope(
         replaced(builtin.BuiltinVariable, "call_function", call_builtin),
         *([replaced(SetAttr, "call_function", call_builtin)] if SetAttr else []),
         replaced(TorchInGraphFunctionVariable, "call_function", call_torch),
+        replaced(NumpyVariable, "call_function", call_numpy),
         replaced(TensorVariable, "method_addcmul_", add_product),
         replaced(TensorVariable, "method_add_", numbers.add_scaled),
         replaced(TensorVariable, "method_addcdiv_", numbers.add_quotient),

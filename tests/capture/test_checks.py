@@ -10,6 +10,7 @@ import io
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ class Trainer:
 
     def says_it_in_two_ways(self, loss):
         with contextlib.nullcontext():
-            if not torch.isfinite(loss):
+            if np.isnan(loss.item()):
                 if self.calls > 3:
                     print("late", file=self.printed)
                 else:
