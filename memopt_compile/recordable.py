@@ -26,6 +26,16 @@ def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = (
     """
     roots = storage_roots(step.graph)
     written = {owner for n in step.graph.nodes for a in mutated_args(n) for owner in roots[a]}
+    for node in step.computing():
+        if node in ahead:
+            continue
+        if node.target in (_ITEM, REQUIRE_FINITE, REQUIRE) or is_transfer(node) or is_collective(node) or is_wait(node):
+            return f"{node.target} needs the host or another device while the step runs"
+        values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+        if is_random(node) and any(v.device.type == "cpu" for v in values):
+            return f"{node.target} draws on the host: draw on the device"
+        if not asked and getattr(node.target, "namespace", None) not in (None, *OF_TORCH):
+            return f"{node.target} is another library's: say cuda_graphs=True if it only launches kernels"
     for node, given in zip(step.placeholders, step.inputs):
         value = node.meta["val"]
         if not isinstance(value, Tensor) and node.users or not all(type(n) is int for n in getattr(value, "shape", ())):
@@ -37,14 +47,4 @@ def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = (
                     "with an optimizer's counts of steps)")
         if given.role is Role.BATCH and node in written:
             return f"the step writes into {given.label}, which is new in every call: write into a copy"
-    for node in step.computing():
-        if node in ahead:
-            continue
-        if node.target in (_ITEM, REQUIRE_FINITE, REQUIRE) or is_transfer(node) or is_collective(node) or is_wait(node):
-            return f"{node.target} needs the host or another device while the step runs"
-        values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-        if is_random(node) and any(v.device.type == "cpu" for v in values):
-            return f"{node.target} draws on the host: draw on the device"
-        if not asked and getattr(node.target, "namespace", None) not in (None, *OF_TORCH):
-            return f"{node.target} is another library's: say cuda_graphs=True if it only launches kernels"
     return None
