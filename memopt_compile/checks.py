@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType
@@ -119,11 +120,35 @@ def _caller(code: CodeType) -> FrameType:
     return frame
 
 
+def _closure(frame: FrameType, code: CodeType) -> tuple[CellType, ...]:
+    """The cells of the function that `frame` runs, which no frame tells: of those with its code, those that `frame` sees
+    changes of. If they are not found, others with the same contents."""
+    for function in gc.get_referrers(code):
+        if isinstance(function, FunctionType) and function.__code__ is code and all(
+                _is_seen(cell, name, frame) for cell, name in zip(function.__closure__ or (), code.co_freevars)):
+            return function.__closure__ or ()
+    known = frame.f_locals
+    return tuple(CellType(*([known[name]] if name in known else [])) for name in code.co_freevars)
+
+
+def _is_seen(cell: CellType, name: str, frame: FrameType) -> bool:
+    try:
+        held = [cell.cell_contents]
+    except ValueError:  # nothing yet
+        held = []
+    cell.cell_contents = mark = object()
+    try:
+        return frame.f_locals.get(name) is mark
+    finally:
+        del cell.cell_contents
+        for value in held:
+            cell.cell_contents = value
+
+
 def _again(frame: FrameType, code: CodeType) -> None:
     """Run `code` uncompiled for the arguments of `frame`, which has done nothing yet."""
-    known, names = frame.f_locals, iter(code.co_varnames)
-    function = FunctionType(code, frame.f_globals, closure=tuple(
-        CellType(*([known[name]] if name in known else [])) for name in code.co_freevars))
+    known, names = dict(frame.f_locals), iter(code.co_varnames)
+    function = FunctionType(code, frame.f_globals, closure=_closure(frame, code))
     given = [known[next(names)] for _ in range(code.co_argcount)]
     named = {name: known[name] for _, name in zip(range(code.co_kwonlyargcount), names)}
     if code.co_flags & 0x04:  # *args

@@ -277,7 +277,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
                 record.step, record.options.pieces))):
             notes.branch_at_once()
         run = checks.by_eager(run, notes.frame, functools.partial(random_numbers, record.device))
-    return old_gradients.dropping(run, gm, {
+    return old_gradients.dropping(run, notes.replaced_at_checks, {
         i: label for i, (label, _, _) in enumerate(origin)
         if label in notes.replaced_gradients and not _reads_gradient(origin, label)})
 

@@ -3,21 +3,18 @@ of the step, or once the checks that come before it have passed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch import fx
-
-from .checks import REQUIRE, passing
+from .checks import passing
 
 
-def dropping(run: Callable, gm: fx.GraphModule, leaves: Mapping[int, str]) -> Callable:
-    """`run`, what Dynamo's code for its graph `gm` calls, without the old gradients of its inputs `leaves`, whose names in
-    the frame are given."""
-    checks = gm.graph.find_nodes(op="call_function", target=REQUIRE)
+def dropping(run: Callable, replaced: Sequence[Collection[str]], leaves: Mapping[int, str]) -> Callable:
+    """`run` of a step's inputs without the old gradients of those at the places `leaves`, whose names in the frame are given.
+    At each check of the frame it has `replaced` those of these names."""
     behind: dict[int, list[int]] = {}  # so many checks
     for place, name in leaves.items():
-        behind.setdefault(sum(name not in node.meta["replaced"] for node in checks), []).append(place)
+        behind.setdefault(sum(name not in names for names in replaced), []).append(place)
 
     def run_without_old_gradients(*inputs: Any) -> Any:
         passed = -1

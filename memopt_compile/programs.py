@@ -59,7 +59,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         record.captured = step
         return eager.lower(step)
     record.observe("captured", step)
-    if any(map(is_check, step.computing())):
+    if record.lowering == "inductor" and any(map(is_check, step.computing())):
         _fix_sizes(step)  # with symbols among them Inductor has one piece, and no order of checks and writes
     budget, limit = record.options.memory_budget, None
     if budget is None:

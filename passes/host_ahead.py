@@ -52,6 +52,8 @@ class HostAhead(StepPass):
             return "the step needs no number of the host's"
         if any(not isinstance(v := n.meta["val"], Tensor) or v.dim() for n in read):
             return "the device reads more than numbers of the host's"
+        if any(_on_cpu(user) for n in read for user in n.users if user not in host):
+            return "the host does more with its numbers than arithmetic"
         if any(n in host and n.op != "placeholder" for n in step.graph.output_node().all_input_nodes):
             return "a result is made on the host"
         if self.rounds and any(_narrower(user, n) for n in read for user in n.users if user not in host):
@@ -87,8 +89,7 @@ def on_host(step: StepGraph) -> dict[fx.Node, None]:
     """Inputs in the host's memory, and what is computed there of them alone (rule 1), in order."""
     found: dict[fx.Node, None] = {}
     for node in step.graph.nodes:
-        values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-        if node.op == "output" or not values or any(v.device.type != "cpu" for v in values):
+        if node.op == "output" or not _on_cpu(node):
             continue
         if node.op == "call_function" and not (
                 isinstance(node.target, OPERATOR) and all(n in found for n in node.all_input_nodes)
@@ -98,9 +99,14 @@ def on_host(step: StepGraph) -> dict[fx.Node, None]:
     return found
 
 
+def _on_cpu(node: fx.Node) -> bool:
+    values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return bool(values) and all(v.device.type == "cpu" for v in values)
+
+
 def _is_update(node: fx.Node) -> bool:
     """Whether `node` gives an input another value."""
-    if node.target is not _COPY or node.args[0].op != "placeholder":
+    if node.target is not _COPY or node.args[0].op != "placeholder" or node.args[1].target is _COPY:
         return False
     to, value = (n.meta["val"] for n in node.args[:2])
     return (to.dtype, to.shape) == (value.dtype, value.shape)

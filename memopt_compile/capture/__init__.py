@@ -78,6 +78,7 @@ class Notes:
     reads_later: bool = True
     reads_behind_later: bool = True
     checks: bool = True  # the graph may check data where a branch raises
+    replaced_at_checks: list[frozenset[str]] = field(default_factory=list)  # whose gradients were, by then
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
     eager: bool = False  # lowering="eager"
@@ -106,7 +107,7 @@ class Notes:
     def branch_at_once(self) -> NoReturn:
         """Have Dynamo trace the frame anew, and end its graph where the data decide."""
         self.checks = False
-        breaks.restart(breaks.traced_now(), "the step is not whole, or checks what gradients made")
+        breaks.restart(breaks.traced_now(), "eager could not do the step where a check fails")
 
     def leave(self, why: str) -> NoReturn:
         """Have Dynamo leave the frame to Python."""
@@ -127,6 +128,7 @@ def _notes_of(tx: Any) -> Notes:
     if _notes.trace is not tx.output:
         _notes.trace, _notes.backwards, _notes.updates = tx.output, 0, 0
         _notes.optimizers, _notes.loops, _notes.reads, _notes.reads_behind = [], [], 0, 0
+        _notes.replaced_at_checks = []
     return _notes
 
 
@@ -263,6 +265,10 @@ def _compare(original: Callable, compare: Callable, tx: Any, args: Any, kwargs: 
     return original(tx, args, kwargs) if answer is None else compat.VariableTracker.build(tx, answer[0])
 
 
+def _checked(tx: Any) -> None:
+    _notes_of(tx).replaced_at_checks.append(frozenset(compat.replaced_gradients(tx.output)))
+
+
 def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: str = "",
                      exc: Any = None, **kwargs: Any) -> None:
     counted = _notes_of(self)
@@ -358,7 +364,7 @@ def scope(step: Any, code: Any, options: Any = None,
             add_product=functions.add_product, compare=_compare,
             log_graph_break=_log_graph_break, next_item=_next_item,
             reads=lambda tx, tensor: read_later.waits(tx, tensor, _notes_of(tx)),
-            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)), checks=lambda tx: _notes.checks,
+            behind=lambda tx: read_later.end_behind(tx, _notes_of(tx)), checks=lambda tx: _notes.checks and breaks.is_outermost(tx.output), checked=_checked,
         ):
             yield _notes
     except breaks.LEFT as error:

@@ -30,7 +30,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 
-from . import decided, fake_value, replaced_gradients, traced_without_grad
+from . import decided, fake_value, traced_without_grad
 from .breaks import break_graph
 
 JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF")
@@ -211,18 +211,17 @@ def _jump(original: Callable, self: Any, instruction: Any) -> None:
             holds = holds.call_method(self, "logical_not", [], {})
         VariableTracker.build(self, torch.ops.memopt.require.default).call_function(
             self, [holds, ConstantVariable.create(place)], {})
-    check = next(n for n in reversed(self.output.graph.nodes) if n.target is torch.ops.memopt.require.default)
-    check.meta["replaced"] = frozenset(replaced_gradients(self.output))  # whose gradients the step has replaced by now
+    _checked(self)
     if side == instruction.opname.endswith("TRUE"):
         self.jump(instruction)
     return None
 
 
 @contextlib.contextmanager
-def patches(allowed: Callable[[Any], bool]) -> Iterator[None]:
-    """In force while a frame is traced. `allowed` says whether the graph may check data."""
-    global _allowed
-    outer, _allowed = _allowed, allowed
+def patches(allowed: Callable[[Any], bool], checked: Callable[[Any], None]) -> Iterator[None]:
+    """In force while a frame is traced. `allowed` says whether the graph may check data, `checked` is told of each check."""
+    global _allowed, _checked
+    outer, (_allowed, _checked) = (_allowed, _checked), (allowed, checked)
     tables = [cls.dispatch_table for cls in TRANSLATORS]
     before = [list(table) for table in tables]
     for table in tables:
@@ -232,10 +231,14 @@ def patches(allowed: Callable[[Any], bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        _allowed = outer
+        _allowed, _checked = outer
         for table, old in zip(tables, before):
             table[:] = old
 
 
 def _allowed(tx: Any) -> bool:
     return False
+
+
+def _checked(tx: Any) -> None:
+    """Nobody wants to know."""

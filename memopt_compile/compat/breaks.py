@@ -89,6 +89,11 @@ def is_differentiated(output: Any) -> bool:
     return any(getattr(node.meta.get("example_value"), "grad_fn", None) is not None for node in output.graph.nodes)
 
 
+def is_outermost(output: Any) -> bool:
+    """Whether the trace is in no region of its own, as a checkpoint's, which runs again."""
+    return output.is_root_tracer()
+
+
 def is_ahead(output: Any, name: str) -> bool:
     """Whether the frame itself has an attribute of this name behind the place that the trace has come to."""
     root = output.root_tx

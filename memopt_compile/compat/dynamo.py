@@ -187,13 +187,14 @@ def tracing_scope(
     reads: Callable[[Any, Any], bool],
     behind: Callable[[Any], None],
     checks: Callable[[Any], bool],
+    checked: Callable[[Any], None],
 ) -> Iterator[None]:
     """Dynamo as whole-step capture needs it, for the frames traced inside only.
 
     Each argument takes the place of the Dynamo method of that name and is called with the
     original method first; but `forms` are functions that are traced in place of torch's own, and `reads`
     says whether ``tensor.item()`` becomes a number that the trace does not know; `behind` ends the graph behind the step;
-    `checks` says whether the graph may check data where a branch raises.
+    `checks` says whether the graph may check data where a branch raises, and `checked` is told of each.
     """
 
     def replaced(cls: type, name: str, new: Callable) -> Any:
@@ -266,7 +267,8 @@ def tracing_scope(
             rest = {name: value for name, value in kwargs.items() if name != "requires_grad"}
             return call_torch(original, self, tx, args, rest).call_method(tx, "requires_grad_", [], {})
         args = lists.without_deques(self.value, args)
-        result = (branches.asked(tx, self.value, args) or decided.computed(tx, self.value, args) or each.taken_apart(tx, self.value, args, kwargs)
+        result = (branches.asked(tx, self.value, args) or decided.computed(tx, self.value, args)
+                  or each.taken_apart(tx, self.value, args, kwargs)
                   or numbers.called_as_method(tx, self.value, args, kwargs) or original(self, tx, args, kwargs))
         for operand in (*args[:1], kwargs.get("out")):
             result = _itself(operand, result)
@@ -326,7 +328,7 @@ def tracing_scope(
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(lists, "behind_the_step", behind),
         mock.patch.object(torch_guards, "is_from_optimizer_source", lambda source: False),
-        branches.patches(checks), *python.patches(), *decided.patches(),
+        branches.patches(checks, checked), *python.patches(), *decided.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt_compile as memopt
 from memopt_compile import records
@@ -174,3 +175,30 @@ def test_not_captured_where_writes_may_come_first(caplog):
         for x in (torch.randn(8, 8).double(), torch.full((8, 8), math.nan).double()):
             run(x)
     assert trainer.printed.getvalue() == "Loss is nan, stopping\n" and "not captured whole" in caplog.text
+
+
+@pytest.mark.parametrize("region", [False, True])
+def test_variables_of_the_function_around_are_changed(region, caplog):
+    """By the call that raises as well. Within a checkpoint, which runs again, nothing is checked by the graph."""
+    counts = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, count = nn.Linear(4, 4), 0
+
+        def forward(x, model=model):
+            y = model(x)
+            if torch.isnan(y).any():
+                raise Bad("here")
+            return y
+
+        def step(x):
+            nonlocal count
+            count += 1
+            (checkpoint(forward, x, use_reentrant=False) if region else forward(x)).sum().backward()
+
+        run = memopt.compile(step, lowering="eager") if compiled else step
+        for value in (1.0, math.nan, 1.0):
+            with contextlib.suppress(Bad):
+                run(torch.full((2, 4), value))
+        counts.append(count)
+    assert counts == [3, 3] and ("not captured whole" in caplog.text) is region

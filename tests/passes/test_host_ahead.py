@@ -87,7 +87,8 @@ return sum_0
     (lambda w, n: (w * n, n + 1), (WEIGHT, COUNT), "a result is made on the host"),
     (lambda w, n: (w * n, torch.ops.memopt.to_host(w)), (WEIGHT, COUNT), "to_host.* needs the host"),
     (lambda w, n: (w * n * torch.rand(()),), (WEIGHT, COUNT), "draws on the host"),
-], ids=["nothing", "batch", "result", "read", "drawn"])
+    (lambda w, n: (w * torch.ops.aten.add_.Tensor(n, 1),), (WEIGHT, COUNT), "does more with its numbers than arithmetic"),
+], ids=["nothing", "batch", "result", "read", "drawn", "written"])
 def test_nothing_goes_ahead(function, inputs, reason):
     step = step_of(function, *inputs)
     text = step.text()
