@@ -32,10 +32,13 @@ def bernoulli(like: Tensor, share: Tensor) -> Tensor:
 
 @torch.library.custom_op("memopt::kept", **RANDOM)
 def kept(like: Tensor, rate: Tensor) -> Tensor:
-    """Which elements a dropout of this rate keeps."""
-    number, mask = rate.item(), torch.empty_like(like, dtype=torch.bool)
+    """Which elements a dropout of this rate keeps: on CUDA eager draws them by a kernel of their own."""
+    number = rate.item()
     if not 0 <= number <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {number}")
+    if like.is_cuda and 0 < number < 1 and like.numel():
+        return torch.native_dropout(like, number, True)[1]
+    mask = torch.empty_like(like, dtype=torch.bool)
     return mask.fill_(number == 0) if number in (0, 1) else mask.bernoulli_(1 - number)
 
 

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.gpu,
 # Not where cuDNN draws eager's dropout, from a state of its own: what is traced cell by cell draws by PyTorch's generator.
 ROWS = [name for name in rows.ROWS if name not in ("lstm_with_dropout", "gru_with_dropout")]
 # Before torch 2.12 Inductor runs what draws in an order of its own, also with `fallback_random`.
-DRAWN_IN_ORDER = [name for name in ROWS if torch.__version__ >= "2.12" or name != "random_numbers_that_nobody_reads"]
+DRAWN_IN_ORDER = [name for name in ROWS if torch.__version__ >= "2.12" or name not in (
+    "random_numbers_that_nobody_reads", "random_shares_that_change")]
+# Where a count is divided by a number, which Inductor's code for Triton does in 32 bits.
+TOLERANCE = {"weighted_means": 1e-7}
 
 NOTHING_COMPUTED = "WITHOUT_GPU" in os.environ and "TRITON_INTERPRET" not in os.environ
 
@@ -45,7 +48,7 @@ def test_optimizer(name):
 def test_row_by_inductor(name):
     with torch._inductor.config.patch(fallback_random=True):  # eager's random numbers
         test_rows.check(rows.ROWS[name], graphs=test_rows.GRAPHS.get(name, 2), until=test_rows.UNTIL.get(name, 2),
-                        lowering="inductor")
+                        tolerance=TOLERANCE.get(name, 1e-9), lowering="inductor")
 
 
 @pytest.mark.parametrize("name", ROWS)

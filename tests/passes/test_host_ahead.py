@@ -103,6 +103,24 @@ def test_no_number_is_rounded_that_was_not(rounds, dtype, stays):
     assert ("rounded" in (HostAhead(rounds=rounds).requires(step) or "")) is stays
 
 
+def test_the_kernel_multiplies_for_a_quotient_by_a_number_of_the_hosts():
+    """Inductor's divides."""
+    texts = []
+    for rounds in (True, False):
+        step = step_of(lambda w, n: (w / n,), WEIGHT, (*COUNT, torch.float64))
+        run(step, [HostAhead(rounds=rounds)])
+        texts.append(step.text().partition("update:")[2])
+    assert texts[0] == """
+  mul_0: f32[4] = mul(p0, n0)
+ahead, on the host:
+  h0: f32[] = _to_copy(s0, dtype=float32)
+  h1: f32[] = reciprocal(h0)
+  n0 <- h1
+return mul_0
+"""
+    assert "div_0: f32[4] = div(p0, n0)" in texts[1]
+
+
 def many(count):
     """A step of `count` parameters, each with a count of its own, as PyTorch's optimizers have it."""
     def step(*inputs):

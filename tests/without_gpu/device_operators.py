@@ -31,18 +31,24 @@ OWN = {"empty", "empty_strided", "set_", "resize_", "resize_as_", "_local_scalar
 COMPOSITE = ("copy_", "convolution", "convolution_backward", "native_group_norm", "native_group_norm_backward")
 
 
+# CUDA's kernel divides by a number of the host's by multiplying with its reciprocal.
+DIVIDE = {"aten::div.Tensor": aten.mul.Tensor, "aten::div_.Tensor": aten.mul_.Tensor, "aten::div.out": aten.mul.out}
+
+
 def host(tensor: Any) -> Any:
     """The same memory as a tensor of the CPU."""
     if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
         return tensor
     nbytes = tensor.untyped_storage().nbytes()
     if not nbytes:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")  # no number
     memory = (ctypes.c_char * nbytes).from_address(tensor.untyped_storage().data_ptr())
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
     seen = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return torch._neg_view(seen) if tensor.is_neg() else seen
+    seen = torch._neg_view(seen) if tensor.is_neg() else seen
+    seen.of_device = True
+    return seen
 
 
 def on_device(value: Any) -> Any:
@@ -82,6 +88,11 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         passed[name] = torch.device("cpu") if name == "device" else pytree.tree_map(host, value)
     if passed.get("generator") is not None:
         passed["generator"] = drawn()
+    divisor = passed.get("other")
+    if operator.name() in DIVIDE and not divisor.dim() and not hasattr(divisor, "of_device"):
+        dtype = torch.result_type(passed["self"], divisor)
+        if dtype.is_floating_point and dtype.itemsize > 2:  # 16 bits are computed in 32
+            operator, passed["other"] = DIVIDE[operator.name()], divisor.to(dtype).reciprocal()
     with torch.no_grad(), torch.random.fork_rng([]):
         if torch.Tag.nondeterministic_seeded in operator.tags:
             torch.default_generator.set_state(drawn().get_state())
