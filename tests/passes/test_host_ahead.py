@@ -113,7 +113,7 @@ def test_the_kernel_multiplies_for_a_quotient_by_a_number_of_the_hosts():
     assert texts[0] == """
   mul_0: f32[4] = mul(p0, n0)
 ahead, on the host:
-  h0: f32[] = _to_copy(s0, dtype=float32)
+  h0: f32[] = _to_copy(s0, dtype=torch.float32)
   h1: f32[] = reciprocal(h0)
   n0 <- h1
 return mul_0
