@@ -41,7 +41,7 @@ HEAD = ("model", "way", "peak MiB", "of the lower", "predicted MiB", "error", "a
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is run; `budget_of` names the way whose measured peak, times `share`, is the budget."""
+    """How a step is run, `options` being the compiler's; `budget_of` names the way whose measured peak, times `share`, is the budget."""
 
     compiler: str = "memopt"
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +51,7 @@ class Way:
 
 
 THREE = {"eager": Way("eager"), "torch.compile": Way("inductor"), "memopt": Way()}
+RECORDED = {"torch.compile, reduce-overhead": Way("inductor", {"mode": "reduce-overhead"})}  # by CUDA graphs, too
 CHECKPOINTS, UNRECORDED = "torch.compile, a checkpoint for each layer", "memopt, cuda_graphs=False"
 WITHIN = {f"memopt in {share:.0%} of its peak{', int4' * (compress is not None)}":
           Way(options={"compress": compress}, budget_of=CHECKPOINTS, share=share)
@@ -94,12 +95,12 @@ def short(small: bool, device: str) -> tuple[nn.Module, Callable, tuple]:
 
 
 CASES: dict[str, tuple[Callable, int, dict[str, Way]]] = {  # what makes a model, micro-batches, ways
-    "GPT": (gpt, 1, {CHECKPOINTS: Way("inductor", checkpoints=True)} | THREE | {
+    "GPT": (gpt, 1, {CHECKPOINTS: Way("inductor", checkpoints=True)} | THREE | RECORDED | {
         UNRECORDED: Way(options={"cuda_graphs": False}),
         "memopt, one big graph": Way(options={"pieces": False, "cuda_graphs": False})} | WITHIN),
     "GPT, 4 micro-batches": (lambda *given: gpt(*given, 4, 2), 4, THREE | {
         "memopt, AdamA": Way(options={"accumulate": "optimizer_states"})}),
-    "BERT": (bert, 1, THREE), "ResNet": (resnet, 1, THREE),
+    "BERT": (bert, 1, THREE | RECORDED), "ResNet": (resnet, 1, THREE),
     "short GPT": (short, 1, THREE | {UNRECORDED: Way(options={"cuda_graphs": False})}),
 }
 
@@ -134,7 +135,7 @@ def work(given: argparse.Namespace) -> None:
     way = CASES[given.case][2][given.way]
     step, batch, trained = make(given.case, way, given.small, given.device)
     options = way.options | ({"memory_budget": given.budget} if given.budget else {})
-    run = {"eager": lambda: step, "inductor": lambda: torch.compile(step),
+    run = {"eager": lambda: step, "inductor": lambda: torch.compile(step, **way.options),
            "memopt": lambda: torch.compile(step, backend="memopt", options=options)}[way.compiler]()
     bench.answer(run, batch, way.compiler, trained)
 
