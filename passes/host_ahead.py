@@ -17,7 +17,7 @@ Before:  n = add(s2, 1); c = rsub(pow(0.9, n), 1); y = div(x, c); copy_(s2, n)  
 After:   ahead: add = add(s2, 1); pow = ..; rsub = ..; n1 <- rsub; s2 <- add
          y = div(x, n1)
 
-Memory: 16 bytes on the device for each number. Numbers: the same.
+Memory: 16 bytes on the device for each number. Numbers: the same to rounding (docs/results/cuda.md).
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def trained(lowering="eager", calls=10, cuda_graphs=True, build=None, sizes=(8,)
     return [float(loss) for loss in kept], list(model.parameters()), memopt.report(run)
 
 
-def same(cuda_graphs=True, **settings):
+def same(cuda_graphs=True, tolerance=0.0, **settings):
     losses, parameters, report = trained(cuda_graphs=cuda_graphs, **settings)
     plain = trained(cuda_graphs=False, **settings)
-    assert losses == plain[0] and all(map(torch.equal, parameters, plain[1]))
+    torch.testing.assert_close((losses, parameters), plain[:2], rtol=tolerance, atol=0.1 * tolerance)
     return report
 
 
@@ -149,7 +149,8 @@ class TestOnDevice:
     @pytest.mark.parametrize("build", [None, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
                                        lambda p: memopt.optim.AdamW(p, lr=1e-2, state_bits=8)])
     def test_counts_and_rates_on_the_host_go_ahead(self, build):
-        assert same(change=rate, build=build).replayed.startswith("recorded 1 times")
+        """To rounding: a kernel that the host gives a number is another one than that which reads it on the device."""
+        assert same(change=rate, build=build, tolerance=1e-5).replayed.startswith("recorded 1 times")
 
     def test_loaded_states_are_recorded_again(self):
         assert same(change=reloaded).replayed.startswith("recorded 2 times")
