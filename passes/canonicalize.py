@@ -22,6 +22,8 @@ shares. The rules, cited in the code:
 9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
    them itself (the gradient of a bias: micro-batches then add up the same values in every one).
 10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5.
+11. Backward of a batch normalization by the batch's own statistics is given no running ones: it does not read them, and
+    would keep their new values from forward on.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -68,6 +70,8 @@ FOREACH = {  # for one tensor, where the last operand is a tensor, and where it 
     "aten::_foreach_clamp_min": (aten.clamp_min.Tensor, aten.clamp_min.default),
     "aten::_foreach_clamp_max": (aten.clamp_max.Tensor, aten.clamp_max.default),
 }
+BATCH_NORM_BACKWARD = {  # what says whether the statistics are the batch's: cuDNN's always are
+    "aten::native_batch_norm_backward": "train", "aten::batch_norm_backward": "update", "aten::cudnn_batch_norm_backward": None}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Canonicalize(StepPass):
                 _drop_summed(step, node)
             elif node.target is aten.slice_scatter.default and _is_whole(node):  # rule 10
                 node.target, node.args, node.kwargs = aten.copy.default, node.args[:2], {}
+            elif _name(node) in BATCH_NORM_BACKWARD:
+                _drop_running_statistics(node)
         _simplify(step)
         remove_dead_code(step)
 
@@ -135,6 +141,15 @@ def _dim(node: fx.Node) -> int:
 
 def _name(node: fx.Node) -> str | None:
     return getattr(getattr(node.target, "_schema", None), "name", None)
+
+
+def _drop_running_statistics(node: fx.Node) -> None:
+    """Rule 11."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args)) | node.kwargs
+    if given.get(BATCH_NORM_BACKWARD[_name(node)], True) is True:
+        given |= {"running_mean": None, "running_var": None}
+        node.args, node.kwargs = tuple(given[name] for name in names), {}
 
 
 def _unbundle(node: fx.Node) -> None:

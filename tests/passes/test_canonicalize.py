@@ -272,3 +272,18 @@ def test_a_scatter_over_all_of_a_tensor_is_what_it_scatters():
     step = by_hand(body, ("p", doubles(3)), ("x", doubles(3)))
     check(step, Canonicalize())
     assert "copy_(p0, sin_0)" in step.text() and step.op_counts()["slice_scatter"] == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_backward_of_a_batch_normalization_reads_the_statistics_that_it_uses(training):
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3, bias=False), torch.nn.BatchNorm2d(3)).double().train(training)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    graph = captured(step, doubles(4, 2, 5, 5))
+    check(graph, Canonicalize())
+    (line,) = [line for line in graph.text().splitlines() if " native_batch_norm_backward(" in line]
+    assert ("None, None, getitem_1, getitem_2, True" in line) if training else ("b0, b1," in line)
