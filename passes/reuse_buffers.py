@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from memopt_compile.checks import is_check
-from memopt_compile.collectives import readers
+from memopt_compile.collectives import is_collective, readers
 from memopt_compile.compat.sizes import polynomial
 from memopt_compile.lowering.writing import writing_form
 from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
@@ -225,8 +225,8 @@ class _Buffers:
         if len(self.roots[buffer]) != 1:
             return False
         (root,) = self.roots[buffer]
-        if root.op == "get_attr" or root.target is operator.getitem:
-            return False  # a tuple's storages live as one in the memory model
+        if root.op == "get_attr" or root.target is operator.getitem and is_collective(root.args[0]):
+            return False
         if root.op == "placeholder" and node in self.writes:
             return False  # what is written there later is not what the input is to hold
         same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])

@@ -43,6 +43,7 @@ from . import (
     FakeTensor,
     NumberVariable,
     branches,
+    constants,
     decided,
     each,
     fake_value,
@@ -238,7 +239,7 @@ def tracing_scope(
             return args[0]
         args = texts.read_by(function, decided.of_items(tx, function, args))
         decided.refuse_zero(tx, function, args)
-        if result := decided.computed(tx, function, args) or numbers.computed(tx, function, args) or lists.read(tx, function, args):
+        if result := constants.chosen(tx, function, args) or decided.computed(tx, function, args) or numbers.computed(tx, function, args) or lists.read(tx, function, args):
             return result
         result = original(self, tx, args, kwargs)
         return _itself(args[0], result) if function in IN_PLACE else result
@@ -251,6 +252,8 @@ def tracing_scope(
         name, args, kwargs = numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
+        if number := constants.numbers_of(tx, self, name):
+            return number
         if name == "item" and (tensor := branches.item(tx, self)):
             return tensor
         if name == "item" and reads(tx, self):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from graphs import by_hand, check, mlp, training_step, values_for
+from graphs import by_hand, captured, check, mlp, training_step, values_for
 from torch.nn import functional as F
 
 from memopt_compile.backends import eager
@@ -293,3 +293,18 @@ def test_rows_are_written_where_the_others_are(name):
     names = [str(n.target).split(".")[1] for n in step.computing() if name in str(n.target)]
     own = name in ("index_fill",)  # which has no other operand
     assert names == [f"{name}_", f"{name}_" if own else name, name]
+
+
+def test_gradients_of_a_weight_that_is_used_twice_are_added_up_where_the_first_is():
+    """Results of one operator (`convolution_backward`) have storages of their own."""
+    weight = torch.nn.Parameter(doubles(3, 3, 3, 3))
+
+    def step(x):
+        loss = F.conv2d(F.conv2d(x, weight), weight).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    graph = captured(step, doubles(2, 3, 8, 8))
+    check(graph, *STORY)
+    (added,) = [n for n in graph.computing() if str(n.target).startswith("aten.add")]
+    assert added.target is torch.ops.aten.add_.Tensor and "getitem" in str(added.args[0])
