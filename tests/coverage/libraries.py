@@ -180,6 +180,49 @@ def modules_in_sequence() -> Made:
             lambda: (torch.randn(6, 8), tokens((6,), 4)))
 
 
+@case("monai")
+def segmentation_by_Dice() -> Made:
+    nets, losses = importlib.import_module("monai.networks.nets"), importlib.import_module("monai.losses")
+    model = nets.UNet(2, 1, 3, channels=(8, 16, 32), strides=(2, 2), num_res_units=1, dropout=0.1)
+    criterion = losses.DiceCELoss(to_onehot_y=True, softmax=True)
+    return model, lambda x, y: criterion(model(x), y), lambda: (torch.randn(2, 1, 32, 32), tokens((2, 1, 32, 32), 3))
+
+
+@case("diffusers")
+def diffusion_of_images() -> Made:
+    library = importlib.import_module("diffusers")
+    model = library.UNet2DModel(sample_size=16, layers_per_block=1, block_out_channels=(32, 32), norm_num_groups=8,
+                                down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"))
+    schedule = library.DDPMScheduler(num_train_timesteps=100)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        noise, when = torch.randn_like(x), tokens((len(x),), 100)
+        return F.mse_loss(model(schedule.add_noise(x, noise, when), when).sample, noise)
+
+    return model, loss, lambda: (torch.randn(2, 3, 16, 16),)
+
+
+@case("timm")
+def densely_connected_convolutions() -> Made:
+    model = importlib.import_module("timm").create_model("densenet121", num_classes=5)
+    return model, lambda x, y: F.cross_entropy(model(x), y), lambda: (torch.randn(2, 3, 64, 64), tokens((2,), 5))
+
+
+@case("segmentation-models-pytorch")
+def two_losses_of_one_network() -> Made:
+    library = importlib.import_module("segmentation_models_pytorch")
+    model, dice = library.Unet("resnet18", encoder_weights=None, classes=3), library.losses.DiceLoss("multiclass")
+    return (model, lambda x, y: dice(model(x), y) + F.cross_entropy(model(x), y),
+            lambda: (torch.randn(2, 3, 64, 64), tokens((2, 64, 64), 3)))
+
+
+@case("lightly")
+def contrast_of_two_views() -> Made:
+    model = nn.Sequential(nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 16))
+    criterion = importlib.import_module("lightly.loss").NTXentLoss()
+    return model, lambda x, y: criterion(model(x), model(y)), lambda: (torch.randn(6, 48), torch.randn(6, 48))
+
+
 def training(make: Callable[[], Made]) -> check.Training:
     model, loss, batch = make()
     trained = [p for p in model.parameters() if p.requires_grad]
