@@ -289,8 +289,13 @@ def tracing_scope(
     handlers = TorchInGraphFunctionVariable._get_handlers()
     original_grad = handlers[torch.autograd.grad]
 
+    def differentiate(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        # A derivative may count by itself what a mask keeps (that of ``h[mask] = vector``); no gradient has such a size.
+        with tx.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+            return original_grad(self, tx, *args, **kwargs)
+
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return autograd_grad(original_grad, self, *args, **kwargs)
+        return autograd_grad(differentiate, self, *args, **kwargs)
 
     original_is_tensor = handlers[torch.is_tensor]
 
