@@ -89,7 +89,10 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2}, "zamba2": {"attention_hidden_size": 64},
     "granite_speech5_encoder": {"context_size": 8}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 16}, "neomme": {"head_dim": 16}, "esmc": {"num_key_value_heads": 4, "vocab_size": VOCABULARY},
-    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 2]},
+    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
+    "speecht5": {"vocab_size": VOCABULARY}, "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                       "indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 8, "split_ngram_parts": 2},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}, "align": {"projection_dim": 640},
     "informer": SERIES, "autoformer": SERIES | {"label_length": 4}, "time_series_transformer": SERIES,
     "patchtsmixer": {"context_length": 16, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2,
@@ -216,7 +219,10 @@ def pairs(config: Any) -> dict[str, Any]:
 def speech(config: Any) -> dict[str, Any]:
     if config.model_type == "wav2vec2-bert":  # of features, not of a wave
         return {"input_features": torch.randn(BATCH, 40, 16), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
-    if config.model_type in ("lasr_ctc", "parakeet_ctc", "granite_speech5_ctc"):
+    if config.model_type == "granite_speech5_ctc":  # of four frames at a time
+        return {"input_features": torch.randn(BATCH, 80, 4 * config.encoder_config.num_mel_bins),
+                "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
+    if config.model_type in ("lasr_ctc", "parakeet_ctc"):
         return {"input_features": torch.randn(BATCH, 80, config.encoder_config.num_mel_bins),
                 "attention_mask": torch.ones(BATCH, 80, dtype=torch.long),
                 "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
@@ -288,7 +294,9 @@ def build(name: str, task: str) -> Training:
     kind = configuration_auto.CONFIG_MAPPING[name]
     settings = small(kind, name)
     if any(word in task for word in ("CLASSIFICATION", "SEGMENTATION", "DETECTION")):
-        settings |= {"num_labels": CLASSES, "problem_type": "single_label_classification"}
+        settings |= {"num_labels": CLASSES}
+    if "CLASSIFICATION" in task:
+        settings |= {"problem_type": "single_label_classification"}
     if task == "CTC":
         settings |= {"mask_time_prob": 0.0, "ctc_loss_reduction": "mean"}  # masks are drawn from NumPy
     config = kind(**settings)
