@@ -87,7 +87,7 @@ ODD: dict[str, dict[str, Any]] = {
     "blip_2_qformer": {"use_qformer_text_input": True}, "mobilevitv2": {"image_size": 64},
     "hgnet_v2": HGNET, "textnet": {"hidden_sizes": [64, 64, 128, 256, 512]}, "hrm_text": {"use_cache": False},
     "deepseek_v2": {"num_experts_per_tok": 2}, "zamba2": {"attention_hidden_size": 64},
-    "granite_speech5_encoder": {"context_size": 8}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 16}, "neomme": {"head_dim": 16}, "esmc": {"num_key_value_heads": 4, "vocab_size": VOCABULARY},
     "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "speecht5": {"vocab_size": VOCABULARY}, "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
@@ -219,9 +219,6 @@ def pairs(config: Any) -> dict[str, Any]:
 def speech(config: Any) -> dict[str, Any]:
     if config.model_type == "wav2vec2-bert":  # of features, not of a wave
         return {"input_features": torch.randn(BATCH, 40, 16), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
-    if config.model_type == "granite_speech5_ctc":  # of four frames at a time
-        return {"input_features": torch.randn(BATCH, 80, 4 * config.encoder_config.num_mel_bins),
-                "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
     if config.model_type in ("lasr_ctc", "parakeet_ctc"):
         return {"input_features": torch.randn(BATCH, 80, config.encoder_config.num_mel_bins),
                 "attention_mask": torch.ones(BATCH, 80, dtype=torch.long),
