@@ -43,6 +43,7 @@ from . import (
     FakeTensor,
     NumberVariable,
     branches,
+    constants,
     decided,
     each,
     fake_value,
@@ -251,6 +252,8 @@ def tracing_scope(
         name, args, kwargs = numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
+        if (number := constants.read(self, name)) is not None:
+            return VariableTracker.build(tx, number)
         if name == "item" and (tensor := branches.item(tx, self)):
             return tensor
         if name == "item" and reads(tx, self):

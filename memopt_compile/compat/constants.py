@@ -1,0 +1,115 @@
+"""Tensors that a step computes from nothing but constants: ``torch.tensor([[2, 3]])``, a mask of ones, ``torch.arange(n)``.
+
+A number that is read off one (``shapes.tolist()``, ``if mask.any()``) is the same at each call, under the guards that make
+the constants. So it is computed while the step is traced, where Dynamo, which has no values, ends the graph. Checked against
+torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import fake_value
+
+LARGEST = 1 << 20  # elements; nobody reads a number off a large one, and each is computed again
+FUNCTIONS = ("_operator", "torch", "torch.functional", "torch.nn.functional", "torch._C._nn")  # their modules
+
+
+class _Varies(Exception):
+    """An operator that may give something else at the next call."""
+
+
+class _Refuse(TorchDispatchMode):
+    """No operator that draws or leaves memory as it finds it, and none that torch does not know."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags or "empty" in function.__name__ or function.namespace != "aten":
+            raise _Varies
+        return function(*args, **(kwargs or {}))
+
+
+def value_of(variable: Any) -> Tensor | None:
+    """The tensor that a Dynamo variable stands for, if constants alone make it."""
+    node = variable.as_proxy().node
+    made = _made_of_constants(node)
+    if made is None or any(_may_be_written_to(node.graph, made)):
+        return None
+    values: dict[fx.Node, Any] = {}
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad(), _Refuse():
+        for each in made:
+            args, kwargs = (fx.map_arg(a, values.__getitem__) for a in (each.args, each.kwargs))
+            function = each.target if each.op == "call_function" else getattr(type(args[0]), each.target)
+            try:
+                values[each] = function(*args, **kwargs)
+            except (_Varies, RuntimeError, IndexError):  # or what eager raises too, when it comes to it
+                return None
+            if not _is_as_traced(values[each], each.meta.get("example_value")):
+                return None
+    return values[node]
+
+
+def _made_of_constants(node: fx.Node) -> list[fx.Node] | None:
+    """The nodes that make this one, in order; None if there is anything among them that is not torch's, or an input."""
+    found, stack = set(), [node]
+    while stack:
+        each = stack.pop()
+        if each in found:
+            continue
+        example = each.meta.get("example_value")
+        if not _is_torchs(each) or isinstance(example, Tensor) and not (
+                isinstance(example.numel(), int) and example.numel() <= LARGEST):
+            return None
+        found.add(each)
+        stack.extend(each.all_input_nodes)
+    return [each for each in node.graph.nodes if each in found]
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    return node.op == "call_method" or node.op == "call_function" and getattr(node.target, "__module__", "") in FUNCTIONS
+
+
+def _may_be_written_to(graph: fx.Graph, made: Iterable[fx.Node]) -> Iterator[bool]:
+    """Of each node of the graph that reads or makes what is in the same memory as one of these, whether it may have
+    changed it. Torch counts what its operators write, but not of lists of tensors in its own stand-ins."""
+    memory = {m for m in map(_memory, made) if m is not None}
+    for each in graph.nodes:
+        if _memory(each) in memory:
+            example = each.meta["example_value"]
+            yield example.is_inference() or example._version > 0
+        if each.op != "output" and (not _is_torchs(each) or _writes(each)):
+            yield any(_memory(given) in memory for given in each.all_input_nodes)
+
+
+def _writes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    return name.endswith("_") and not name.endswith("__") or name == "setitem" or "out" in node.kwargs
+
+
+def _memory(node: fx.Node) -> int | None:
+    example = node.meta.get("example_value")
+    return example.untyped_storage()._cdata if isinstance(example, Tensor) and example.layout is torch.strided else None
+
+
+def _is_as_traced(value: Any, example: Any) -> bool:
+    """Whether a value is what Dynamo has in its place: autocast and modes, say, are nodes of their own."""
+    if not isinstance(example, Tensor):
+        return not isinstance(value, Tensor)
+    return type(value) is Tensor and (value.dtype, value.shape, value.device) == (example.dtype, example.shape, example.device)
+
+
+def read(tensor: Any, name: str) -> Any:
+    """``tensor.item()`` or ``tensor.tolist()`` of such a tensor; None of any other."""
+    known = value_of(tensor) if name == "tolist" or name == "item" and fake_value(tensor).numel() == 1 else None
+    return None if known is None or known.is_meta else getattr(known, name)()
+
+
+def truth(tensor: Any) -> bool | None:
+    """What ``if tensor:`` asks."""
+    known = read(tensor, "item")
+    return None if known is None else bool(known)
