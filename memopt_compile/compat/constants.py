@@ -7,7 +7,6 @@ torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,58 +36,55 @@ class _Refuse(TorchDispatchMode):
 def value_of(variable: Any) -> Tensor | None:
     """The tensor that a Dynamo variable stands for, if constants alone make it."""
     node = variable.as_proxy().node
-    made = _made_of_constants(node)
-    if made is None or any(_may_be_written_to(node.graph, made)):
-        return None
     values: dict[fx.Node, Any] = {}
     with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad(), _Refuse():
-        for each in made:
+        for each in _with_what_writes(node):
             args, kwargs = (fx.map_arg(a, values.__getitem__) for a in (each.args, each.kwargs))
             function = each.target if each.op == "call_function" else getattr(type(args[0]), each.target)
             try:
                 values[each] = function(*args, **kwargs)
             except (_Varies, RuntimeError, IndexError):  # or what eager raises too, when it comes to it
                 return None
-            if not _is_as_traced(values[each], each.meta.get("example_value")):
-                return None
-    return values[node]
+    return values[node] if values and all(_is_as_traced(v, n.meta.get("example_value")) for n, v in values.items()) else None
 
 
-def _made_of_constants(node: fx.Node) -> list[fx.Node] | None:
-    """The nodes that make this one, in order; None if there is anything among them that is not torch's, or an input."""
-    found, stack = set(), [node]
+def _with_what_writes(node: fx.Node) -> list[fx.Node]:
+    """The nodes that make this one and that write to what these make, in order; none if any of it is not constant."""
+    made = _made_of_constants({node})
+    while made:
+        memory = {m for m in map(_memory, made) if m is not None}
+        others = {n for n in node.graph.nodes if n not in made and n.op != "output" and _may_write(n) and any(
+            _memory(given) in memory for given in n.all_input_nodes)}
+        if not others:
+            break
+        made = _made_of_constants(made | others)
+    return [each for each in node.graph.nodes if each in made]
+
+
+def _made_of_constants(nodes: set[fx.Node]) -> set[fx.Node]:
+    """These and all that makes them; none if there is anything among them that is not torch's, or an input."""
+    found, stack = set(), [*nodes]
     while stack:
         each = stack.pop()
         if each in found:
             continue
         example = each.meta.get("example_value")
-        if not _is_torchs(each) or isinstance(example, Tensor) and not (
-                isinstance(example.numel(), int) and example.numel() <= LARGEST):
-            return None
+        if not _is_torchs(each) or isinstance(example, Tensor) and (
+                example.is_inference() or not isinstance(example.numel(), int) or example.numel() > LARGEST):
+            return set()
         found.add(each)
         stack.extend(each.all_input_nodes)
-    return [each for each in node.graph.nodes if each in found]
+    return found
 
 
 def _is_torchs(node: fx.Node) -> bool:
     return node.op == "call_method" or node.op == "call_function" and getattr(node.target, "__module__", "") in FUNCTIONS
 
 
-def _may_be_written_to(graph: fx.Graph, made: Iterable[fx.Node]) -> Iterator[bool]:
-    """Of each node of the graph that reads or makes what is in the same memory as one of these, whether it may have
-    changed it. Torch counts what its operators write, but not of lists of tensors in its own stand-ins."""
-    memory = {m for m in map(_memory, made) if m is not None}
-    for each in graph.nodes:
-        if _memory(each) in memory:
-            example = each.meta["example_value"]
-            yield example.is_inference() or example._version > 0
-        if each.op != "output" and (not _is_torchs(each) or _writes(each)):
-            yield any(_memory(given) in memory for given in each.all_input_nodes)
-
-
-def _writes(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    return name.endswith("_") and not name.endswith("__") or name == "setitem" or "out" in node.kwargs
+def _may_write(node: fx.Node) -> bool:
+    """By the name; where that does not say so, the versions do."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return not _is_torchs(node) or name.endswith("_") and not name.endswith("__") or name == "setitem" or "out" in node.kwargs
 
 
 def _memory(node: fx.Node) -> int | None:
@@ -97,10 +93,11 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _is_as_traced(value: Any, example: Any) -> bool:
-    """Whether a value is what Dynamo has in its place: autocast and modes, say, are nodes of their own."""
+    """Whether a value is what Dynamo has in its place, written to as often: autocast and modes, say, are nodes of their own."""
     if not isinstance(example, Tensor):
         return not isinstance(value, Tensor)
-    return type(value) is Tensor and (value.dtype, value.shape, value.device) == (example.dtype, example.shape, example.device)
+    return type(value) is Tensor and (value.dtype, value.shape, value.device, value._version) == (
+        example.dtype, example.shape, example.device, example._version)
 
 
 def read(tensor: Any, name: str) -> Any:

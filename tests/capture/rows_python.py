@@ -231,6 +231,8 @@ def numbers_of_constants() -> Loop:
     """Shapes in a tensor, rates, and a mask that nobody has given: Python reads them, and cuts and branches by them."""
     def change(x):
         mask = torch.ones(x.shape[:1])
+        mask[1:3] = 0.5
+        mask.mul_(2)[mask == 1] = 1.5
         shapes = torch.tensor([[3, 4], [2, 6]])
         if (mask < 0).any() or not mask.bool().all().item():
             x = x * 2
@@ -238,7 +240,7 @@ def numbers_of_constants() -> Loop:
             x = x + x.view(-1, rows, columns).flip(1).reshape(x.shape)
         for rate in [rate.item() for rate in torch.linspace(0, 0.5, 3)]:
             x = x * (1 - rate)
-        return x[:int(mask.cumsum(0).max())] * float(shapes.sum())
+        return x[:int(mask.bool().long().cumsum(0).max())] * float(mask.min()) * float(shapes.sum())
 
     return with_hidden(change)
 
