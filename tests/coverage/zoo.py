@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import zoo_page  # noqa: E402
 from models import ARCHITECTURES  # noqa: E402
 from zoo_models import build, registered  # noqa: E402
-from zoo_page import EAGER, cells  # noqa: E402
+from zoo_page import EAGER, NO_END, cells  # noqa: E402
 
 from memopt_compile import programs  # noqa: E402
 
@@ -41,8 +41,11 @@ STEPS, BUDGET = 4, 0.7
 TOLERANCES = {"swiftformer": (1e-7, "held to 1e-7: a gradient is zero but for rounding"),
               "levit": (1e-7, "held to 1e-7: by one rounding of the parameters eager moves as far, 1.1e-8"),
               "qwen3_5_moe_text": (2e-4, "held to 2e-4: by one rounding of the parameters eager moves further, 1.5e-4"),
+              "qwen4_exp_text": (2e-4, "held to 2e-4: by one rounding of the parameters eager moves as far, 1.6e-4"),
+              "mobilevitv2": (1e-7, "held to 1e-7: by one rounding of the parameters eager moves further, 4.0e-7"),
               "tipsv2_dpt": (1e-7, "held to 1e-7: by one rounding of the parameters eager moves as far, 1.1e-8"),
               "d_fine": (None, "by one rounding of the parameters eager moves further, 1.9: it takes the best of its places"),
+              "deimv2": (None, "by one rounding of the parameters eager moves as far, 1.9: it takes the best of its places"),
               "pixio": (1e-6, "held to 1e-6: the model itself, when traced, rounds its positions to single precision"),
               "deepseek_v4": (3e-3, "held to 3e-3: by one rounding of the parameters eager moves as far, 2.4e-3")}
 HEADER = f"""# The zoo: architectures of Hugging Face's transformers
@@ -86,7 +89,7 @@ def limited(function: Callable, limit: float) -> tuple[check.Row, str] | str:
     process.start()
     there.close()
     try:
-        return here.recv() if here.poll(limit) else f"no end in {limit:.0f} s"
+        return here.recv() if here.poll(limit) else f"{NO_END}{limit:.0f} s"
     except EOFError:
         process.join()
         return f"process ended with code {process.exitcode}"

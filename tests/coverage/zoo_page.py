@@ -17,6 +17,8 @@ from run import number, share
 HEAD = ("model", "task", "right", "difference", "captured", "predicted peak", "its error", "peak / eager", "budget", "remarks")
 EAGER = "eager: "  # what the error of a row begins with that is left out
 LEFT_OUT = "## Left out"
+NO_END = "no end in "  # of a model that took longer than it may
+_FOLDERS = re.compile(r"/\S+/(?=[\w.]+\.py)")
 _TYPED = re.compile(r"^- (.+) \(\d+\): (.+)$")
 
 
@@ -45,7 +47,7 @@ def cells(task: str, row: check.Row, budget: str) -> list[str]:
             number(row.difference) + (" (float32)" if row.dtype == "float32" else ""),
             ("whole" if row.step_graphs == 1 else f"whole, {row.step_graphs} graphs") if row.whole else "ordinary path",
             f"{row.predicted:,}" if row.predicted else "-", share(row.prediction_error),
-            f"{row.peak / row.eager_peak:.3f}" if row.peak else "-", budget, "; ".join(r for r in remarks if r)]
+            f"{row.peak / row.eager_peak:.3f}" if row.peak else "-", budget, _FOLDERS.sub("", "; ".join(r for r in remarks if r))]
 
 
 def read(page: str) -> Found:
@@ -82,8 +84,10 @@ def totals(rows: list[dict[str, str]]) -> str:
     """The totals of the table, misses first."""
     right, whole = ([r for r in rows if of(r)] for of in (lambda r: r["right"] == "yes", lambda r: r["captured"] != "ordinary path"))
     lines = [f"- {len(right)} of {len(rows)} right; {len(whole)} captured whole, the rest by the ordinary path."]
-    for said, of in (("Not right", [r for r in rows if r not in right]), ("Not whole", [r for r in rows if r not in whole])):
-        lines += [f"- {said}: {', '.join(r['model'] for r in of)}."] * bool(of)
+    slow = [r for r in rows if r["remarks"].startswith(NO_END)]
+    named = {"Not right": [r for r in rows if r not in right + slow], "No end in time": slow,
+             "Not whole": [r for r in rows if r not in whole + slow]}
+    lines += [f"- {said}: {', '.join(r['model'] for r in of)}." for said, of in named.items() if of]
     differences = [(float(r["difference"].split()[0]), r) for r in right if r["difference"] != "-"]
     if differences:
         largest, row = max(differences, key=lambda d: d[0])
