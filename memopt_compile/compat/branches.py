@@ -30,7 +30,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 
-from . import decided, fake_value, traced_without_grad
+from . import constants, decided, fake_value, traced_without_grad
 from .breaks import break_graph
 
 JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF")
@@ -196,6 +196,9 @@ def _is_tensor(variable: Any) -> bool:
 def _jump(original: Callable, self: Any, instruction: Any) -> None:
     value = self.stack[-1]  # what is not realized yet is no result
     tensor = value if _is_tensor(value) and decided.formula(value) is None else None
+    if tensor and (known := constants.truth(tensor)) is not None:
+        self.stack[-1] = ConstantVariable.create(known)
+        return original(self, instruction)
     if tensor is None and isinstance(value, SymNodeVariable) and is_of_data(value) or tensor and fake_value(tensor).numel() == 1:
         side = _side(self, instruction) if _allowed(self) else None
         tensor = None if side is None else tensor or _tensor(self, value.as_proxy().node)

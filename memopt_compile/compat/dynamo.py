@@ -252,8 +252,8 @@ def tracing_scope(
         name, args, kwargs = numbers.with_tensors(tx, self, name, args, kwargs)
         if name == "add" and isinstance(alpha := kwargs.get("alpha"), TensorVariable):
             return numbers.sum_scaled(tx, self, *args, alpha)  # weight decay, Nesterov's momentum
-        if number := constants.numbers_of(tx, self, name):
-            return number
+        if (number := constants.read(self, name)) is not None:
+            return VariableTracker.build(tx, number)
         if name == "item" and (tensor := branches.item(tx, self)):
             return tensor
         if name == "item" and reads(tx, self):
@@ -292,8 +292,13 @@ def tracing_scope(
     handlers = TorchInGraphFunctionVariable._get_handlers()
     original_grad = handlers[torch.autograd.grad]
 
+    def differentiate(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        # A derivative may count by itself what a mask keeps (that of ``h[mask] = vector``); no gradient has such a size.
+        with tx.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+            return original_grad(self, tx, *args, **kwargs)
+
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return autograd_grad(original_grad, self, *args, **kwargs)
+        return autograd_grad(differentiate, self, *args, **kwargs)
 
     original_is_tensor = handlers[torch.is_tensor]
 

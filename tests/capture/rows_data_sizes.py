@@ -67,6 +67,25 @@ def mixture_of_experts() -> Loop:
     return masked(lambda model, x, y, keep: F.cross_entropy(model(x), y), Experts())
 
 
+class MaskedPlaces(nn.Module):
+    """A learned vector in place of what is masked, as in models that learn to fill it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.vector, self.head = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, keep):
+        hidden = self.body(x)
+        hidden[keep] = self.vector
+        return self.head(hidden.tanh())
+
+
+@row
+def learned_vector_at_masked_places() -> Loop:
+    """The derivative of what is put there counts the places by itself."""
+    return masked(lambda model, x, y, keep: F.cross_entropy(model(x, keep), y), MaskedPlaces())
+
+
 @row
 def contrastive() -> Loop:
     def loss_of(model, x, y, keep):

@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import types
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -209,6 +210,61 @@ def python_draws_in_the_middle() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step, wrap=both_and(lambda: list(random.getstate()[1])))
+
+
+def with_hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        loss = F.cross_entropy(model[2](model[1](change(model[0](x)))), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return loop(model, opt, step)
+
+
+@row
+def numbers_of_constants() -> Loop:
+    """Shapes in a tensor, rates, and a mask that nobody has given: Python reads them, and cuts and branches by them."""
+    def change(x):
+        mask = torch.ones(x.shape[:1])
+        mask[1:3] = 0.5
+        mask.mul_(2)[mask == 1] = 1.5
+        shapes = torch.tensor([[3, 4], [2, 6]])
+        if (mask < 0).any() or not mask.bool().all().item():
+            x = x * 2
+        for rows, columns in shapes.tolist():
+            x = x + x.view(-1, rows, columns).flip(1).reshape(x.shape)
+        for rate in [rate.item() for rate in torch.linspace(0, 0.5, 3)]:
+            x = x * (1 - rate)
+        return x[:int(mask.bool().long().cumsum(0).max())] * float(mask.min()) * float(shapes.sum())
+
+    return with_hidden(change)
+
+
+@ordinary
+def constants_written_to() -> Loop:
+    """What is read off a tensor that was made of constants, and holds data by then."""
+    def change(x):
+        lists, whole = [torch.zeros(BATCH), torch.zeros(BATCH)], torch.zeros(BATCH)
+        torch._foreach_add_(lists, [x[:, 0], x[:, 1]])
+        whole.detach()[1:].copy_(x[1:, 0])
+        if (lists[0] > 1).any():
+            x = x * 2
+        return x * 3 if (whole > 1).any() else x
+
+    return with_hidden(change)
+
+
+@ordinary
+def drawn_from_constants() -> Loop:
+    def change(x):
+        return x * 2 if F.dropout(torch.ones(3)).sum() > 3 else x
+
+    return with_hidden(change)
 
 
 @ordinary

@@ -22,7 +22,7 @@ SIZES: dict[int, str] = {
        " num_kv_heads moe_top_k encoder_num_key_value_heads decoder_num_key_value_heads num_selected_experts"
        " num_conv_pos_embedding_groups mamba_n_groups l_layers x_layers r_layers num_layers_per_stack"
        " num_encoder_attention_heads num_decoder_attention_heads speech_encoder_layers t2u_encoder_layers t2u_decoder_layers"
-       " text_encoder_num_layers pred_num_hidden_layers pred_num_attention_heads",
+       " text_encoder_num_layers pred_num_hidden_layers pred_num_attention_heads num_experts_per_token",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
        " decoder_num_attention_heads encoder_num_attention_heads num_experts num_local_experts n_routed_experts"
        " moe_num_experts num_routed_experts linear_num_key_heads linear_num_value_heads d_conv attn_num_heads"
@@ -43,7 +43,8 @@ SIZES: dict[int, str] = {
         " shared_intermediate_size max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length"
         " max_source_positions max_target_positions context_length max_seq_length dense_intermediate_size"
         " feed_forward_size moe_ffn_hidden_size max_encoder_position_embeddings max_decoder_position_embeddings",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input encoder_vocab_size decoder_vocab_size n_token entity_vocab_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input encoder_vocab_size decoder_vocab_size n_token entity_vocab_size"
+                " src_vocab_size tgt_vocab_size",
 }
 SETTINGS = {name: size for size, names in SIZES.items() for name in names.split()}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "num_kv_shared_layers": 0}
@@ -57,11 +58,42 @@ PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types")  # kinds of l
 RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16] * 4, "depths": [1] * 4, "layer_type": "basic"}
 DETECTOR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
             "backbone_config": RESNET | {"out_features": ["stage4"]}}
+STAGES = RESNET | {"out_features": ["stage2", "stage3", "stage4"]}
+PYRAMID = {"backbone_config": STAGES | {"model_type": "rt_detr_resnet"}, "encoder_in_channels": [16] * 3, "decoder_in_channels": [32] * 3}
+HGNET = {"model_type": "hgnet_v2", "embedding_size": 16, "depths": [1] * 4, "hidden_sizes": [16] * 4, "stem_channels": [3, 8, 8],
+         "stage_in_channels": [8, 16, 16, 16], "stage_mid_channels": [8] * 4, "stage_out_channels": [16] * 4,
+         "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [2] * 4}
+LINES = {"backbone_config": HGNET | {"out_features": ["stage2", "stage3", "stage4"]}, "encoder_in_channels": [16] * 3,
+         "decoder_in_channels": [32] * 3}
+VIT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "patch_size": 8, "image_size": 32,
+       "out_indices": [1, 2, 3, 4]}
+DEPTH = {"backbone_config": VIT | {"model_type": "dinov2", "reshape_hidden_states": False}, "reassemble_hidden_size": 32,
+         "patch_size": 8}
 SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1}
 ODD: dict[str, dict[str, Any]] = {
     "detr": DETECTOR, "conditional_detr": DETECTOR, "table-transformer": DETECTOR,
     "dab-detr": DETECTOR | {"backbone_config": RESNET},
-    "deformable_detr": DETECTOR | {"backbone_config": RESNET | {"out_features": ["stage2", "stage3", "stage4"]}},
+    "deformable_detr": DETECTOR | {"backbone_config": STAGES},
+    "rt_detr": PYRAMID, "rt_detr_v2": PYRAMID, "d_fine": LINES, "deimv2": LINES,
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "depth_anything": DEPTH, "prompt_depth_anything": DEPTH,
+    "zoedepth": {"backbone_config": VIT | {"model_type": "beit", "reshape_hidden_states": False}},
+    "chmv2": {"backbone_config": VIT | {"model_type": "dinov3_vit", "return_class_token": True}, "patch_size": 8,
+              "post_process_channels": [16] * 4},
+    "tipsv2_dpt": {"backbone_config": VIT | {"model_type": "tipsv2_vision_model", "reshape_hidden_states": False}},
+    "eomt": {"num_blocks": 1}, "eomt_dinov3": {"num_blocks": 1}, "bit": {"num_groups": 4},
+    "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32}, "lilt": {"hidden_size": 48},
+    "blip_2_qformer": {"use_qformer_text_input": True}, "mobilevitv2": {"image_size": 64},
+    "hgnet_v2": HGNET, "textnet": {"hidden_sizes": [64, 64, 128, 256, 512]}, "hrm_text": {"use_cache": False},
+    "deepseek_v2": {"num_experts_per_tok": 2}, "zamba2": {"attention_hidden_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 16}, "neomme": {"head_dim": 16}, "esmc": {"num_key_value_heads": 4, "vocab_size": VOCABULARY},
+    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
+    "speecht5": {"vocab_size": VOCABULARY}, "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                       "indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 8, "split_ngram_parts": 2},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}, "align": {"projection_dim": 640},
     "informer": SERIES, "autoformer": SERIES | {"label_length": 4}, "time_series_transformer": SERIES,
     "patchtsmixer": {"context_length": 16, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2,
                      "prediction_length": 8},
@@ -73,7 +105,6 @@ ODD: dict[str, dict[str, Any]] = {
               "down_ops": [["Subsample", 8, 2, 4, 2, 2], ["Subsample", 8, 3, 4, 2, 2]]},
     "led": {"attention_window": [8, 8]}, "wav2vec2-bert": {"feature_projection_input_dim": 16},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
-    "esmc": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "falcon_h1": {"mamba_d_ssm": 64},
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
@@ -112,7 +143,10 @@ def tokens(length: int = LENGTH) -> torch.Tensor:
 
 
 def next_token(config: Any) -> dict[str, Any]:
-    text = tokens()
+    if config.model_type == "perceiver":  # answers at every place that it has
+        text = tokens(config.max_position_embeddings)
+    else:
+        text = tokens()
     return {"input_ids": text, "labels": text}
 
 
@@ -120,7 +154,7 @@ def translation(config: Any) -> dict[str, Any]:
     if not config.is_encoder_decoder:
         return next_token(config)
     text = tokens()
-    return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": tokens(8)}
+    return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": tokens(LENGTH if config.model_type == "fsmt" else 8)}
 
 
 def text_class(config: Any) -> dict[str, Any]:
@@ -128,6 +162,9 @@ def text_class(config: Any) -> dict[str, Any]:
 
 
 def span(config: Any) -> dict[str, Any]:
+    if config.model_type == "lxmert":  # of an image's objects
+        objects = {"visual_feats": torch.randn(BATCH, 4, config.visual_feat_dim), "visual_pos": torch.rand(BATCH, 4, 4)}
+        return {"input_ids": tokens(), "labels": torch.randint(CLASSES, (BATCH,))} | objects
     return {"input_ids": tokens(), "start_positions": torch.randint(LENGTH, (BATCH,)),
             "end_positions": torch.randint(LENGTH, (BATCH,))}
 
@@ -139,6 +176,10 @@ def pixels(config: Any, *frames: int) -> torch.Tensor:
 
 
 def image(config: Any) -> dict[str, Any]:
+    if config.model_type == "prompt_depth_anything":
+        return {"pixel_values": pixels(config), "prompt_depth": torch.rand(BATCH, 1, 8, 8)}
+    if config.model_type == "videomt":
+        return {"pixel_values_videos": pixels(config, 2)}
     return {"pixel_values": pixels(config)}
 
 
@@ -158,7 +199,7 @@ def depth(config: Any) -> dict[str, Any]:
 
 
 def video_class(config: Any) -> dict[str, Any]:
-    name = "pixel_values_videos" if config.model_type == "vjepa2" else "pixel_values"
+    name = "pixel_values_videos" if config.model_type in ("vjepa2", "videoprism_vision_model") else "pixel_values"
     return {name: pixels(config, getattr(config, "num_frames", 4)), "labels": torch.randint(CLASSES, (BATCH,))}
 
 
@@ -168,22 +209,39 @@ def boxes(config: Any) -> dict[str, Any]:
 
 
 def pairs(config: Any) -> dict[str, Any]:
+    if config.model_type == "videoprism":
+        return {"input_ids": tokens(), "pixel_values_videos": pixels(config.vision_config, 16), "return_loss": True}
+    if config.model_type == "blip-2":
+        return {"input_ids": tokens(), "pixel_values": pixels(config.vision_config)}
     return {"input_ids": tokens(), "pixel_values": pixels(config.vision_config), "return_loss": True}
 
 
 def speech(config: Any) -> dict[str, Any]:
     if config.model_type == "wav2vec2-bert":  # of features, not of a wave
         return {"input_features": torch.randn(BATCH, 40, 16), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
+    if config.model_type in ("lasr_ctc", "parakeet_ctc"):
+        return {"input_features": torch.randn(BATCH, 80, config.encoder_config.num_mel_bins),
+                "attention_mask": torch.ones(BATCH, 80, dtype=torch.long),
+                "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
     return {"input_values": torch.randn(BATCH, 2000), "labels": torch.randint(1, CLASSES + 4, (BATCH, 3))}
 
 
 def sound_class(config: Any) -> dict[str, Any]:
+    if config.model_type == "audio-spectrogram-transformer":
+        return {"input_values": torch.randn(BATCH, config.max_length, config.num_mel_bins),
+                "labels": torch.randint(CLASSES, (BATCH,))}
     return {"input_values": torch.randn(BATCH, 2000), "labels": torch.randint(CLASSES, (BATCH,))}
 
 
 def transcription(config: Any) -> dict[str, Any]:
     if config.model_type == "speech_to_text":
         return {"input_features": torch.randn(BATCH, 40, 16), "labels": tokens(8)}
+    if config.model_type in ("canary", "cohere_asr"):
+        return {"input_features": torch.randn(BATCH, 40, config.encoder_config.num_mel_bins), "labels": tokens(8)}
+    if config.model_type in ("moonshine", "moonshine_streaming", "speecht5", "speech-encoder-decoder"):
+        return {"input_values": torch.randn(BATCH, 8000), "labels": tokens(8)}
+    if config.model_type == "pop2piano":
+        return {"input_features": torch.randn(BATCH, 40, config.d_model), "labels": tokens(8)}
     return {"input_features": torch.randn(BATCH, getattr(config, "num_mel_bins", 16), 40), "labels": tokens(8)}
 
 
@@ -233,7 +291,9 @@ def build(name: str, task: str) -> Training:
     kind = configuration_auto.CONFIG_MAPPING[name]
     settings = small(kind, name)
     if any(word in task for word in ("CLASSIFICATION", "SEGMENTATION", "DETECTION")):
-        settings |= {"num_labels": CLASSES, "problem_type": "single_label_classification"}
+        settings |= {"num_labels": CLASSES}
+    if "CLASSIFICATION" in task:
+        settings |= {"problem_type": "single_label_classification"}
     if task == "CTC":
         settings |= {"mask_time_prob": 0.0, "ctc_loss_reduction": "mean"}  # masks are drawn from NumPy
     config = kind(**settings)
