@@ -8,7 +8,8 @@ runs on the same values. The numbered rules are cited in the code.
 1. ``fma(a, b, c)`` becomes ``a * b + c``, which is how its own eager implementation computes it.
 2. The buffer is that of the input which the result is copied back to, else that of an operand:
    first of an input, if it is overwritten later anyway.
-3. The result has the buffer's geometry and fills its storage. Operands in the same storage have
+3. The result has the buffer's geometry and fills its storage. (So may what an operator returns beside others: each has a
+   storage of its own, but for `HIDDEN_VIEWS`; not what a collective has not brought yet.) Operands in the same storage have
    that geometry too, because then each element is read before it is written.
 4. Nothing that lives in the buffer is touched after the operator. In an input that means up to
    the write that restores it; the result and what is made in its place are dead by then, or are
