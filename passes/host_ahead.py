@@ -11,7 +11,7 @@ be recorded of that, as it would replay the numbers of its recording. The rules:
    eager lowering would round: a kernel computes with a number of the host's in the precision that it computes in,
    but a number on the device is brought to the dtype of the tensor it meets first.
 4. PyTorch's kernel divides by a number of the host's by multiplying with its reciprocal, and by one on the device
-   truly. On the eager lowering the host computes the reciprocal therefore.
+   truly. On the eager lowering the host computes the reciprocal therefore (of 32 and 64 bits).
 
 Before:  n = add(s2, 1); c = rsub(pow(0.9, n), 1); y = div(x, c); copy_(s2, n)        s2, n, c on the host
 After:   ahead: add = add(s2, 1); pow = ..; rsub = ..; n1 <- rsub; s2 <- add
@@ -58,8 +58,11 @@ class HostAhead(StepPass):
             return "the host does more with its numbers than arithmetic"
         if any(n in host and n.op != "placeholder" for n in step.graph.output_node().all_input_nodes):
             return "a result is made on the host"
-        if self.rounds and any(_differs(user, n) for n in read for user in n.users if user not in host):
+        readers = [(user, n) for n in read for user in n.users if user not in host]
+        if self.rounds and any(_narrower(user, n) for user, n in readers):
             return "numbers of the host's meet values of fewer bits, and on the device would be rounded to them first"
+        if self.rounds and any(user.target is torch.ops.aten.div.Tensor_mode for user, _ in readers):
+            return "a quotient is rounded to a whole number, which PyTorch's kernel does otherwise with a number of the host's"
         return obstacle(step, self.asked, host)
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
@@ -121,18 +124,17 @@ def _read(host: dict[fx.Node, None]) -> list[fx.Node]:
     return [n for n in host if any(u not in host and u.op != "output" for u in n.users)]
 
 
-def _differs(user: fx.Node, number: fx.Node) -> bool:
-    """Whether PyTorch's kernel computes something else with `number` on the device (rules 3 and 4)."""
+def _narrower(user: fx.Node, number: fx.Node) -> bool:
     narrow = {v.dtype for v in pytree.tree_leaves(user.meta.get("val")) if isinstance(v, Tensor)
               } & {torch.bfloat16, torch.float16}
-    return bool(narrow - {number.meta["val"].dtype}) or user.target is torch.ops.aten.div.Tensor_mode
+    return bool(narrow - {number.meta["val"].dtype})
 
 
 def _multiply_for_quotients(step: StepGraph) -> None:
-    """Rule 4: the reciprocal is of the precision that the kernel computes in."""
+    """Rule 4: the reciprocal is of the precision that the kernel computes in, which for 16 bits is another."""
     host = on_host(step)
     for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor):
-        if node in host or (number := node.args[1]) not in host:
+        if node in host or (number := node.args[1]) not in host or node.meta["val"].dtype not in (torch.float32, torch.float64):
             continue
         with step.graph.inserting_before(node):
             number = step.call(node, torch.ops.aten._to_copy.default, number, dtype=node.meta["val"].dtype)

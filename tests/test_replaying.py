@@ -146,11 +146,12 @@ class TestOnDevice:
                       change=rate_in_a_tensor)
         assert report.replayed.startswith("recorded 1 times")
 
-    @pytest.mark.parametrize("build", [None, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-                                       lambda p: memopt.optim.AdamW(p, lr=1e-2, state_bits=8)])
-    def test_counts_and_rates_on_the_host_go_ahead(self, build):
+    @pytest.mark.parametrize(("build", "tolerance"), [
+        (None, 0.0), (lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False), 1e-5),
+        (lambda p: memopt.optim.AdamW(p, lr=1e-2, state_bits=8), 1e-5)])
+    def test_counts_and_rates_on_the_host_go_ahead(self, build, tolerance):
         """To rounding: a kernel that the host gives a number is another one than that which reads it on the device."""
-        assert same(change=rate, build=build, tolerance=1e-5).replayed.startswith("recorded 1 times")
+        assert same(change=rate, build=build, tolerance=tolerance).replayed.startswith("recorded 1 times")
 
     def test_loaded_states_are_recorded_again(self):
         assert same(change=reloaded).replayed.startswith("recorded 2 times")

@@ -109,8 +109,9 @@ def _is_as_traced(value: Any, example: Any) -> bool:
 
 def read(tensor: Any, name: str) -> Any:
     """``tensor.item()`` or ``tensor.tolist()`` of such a tensor; None of any other."""
-    known = value_of(tensor) if name == "tolist" or name == "item" and fake_value(tensor).numel() == 1 else None
-    return None if known is None or known.is_meta else getattr(known, name)()
+    if name not in ("item", "tolist") or (known := value_of(tensor)) is None or known.is_meta:
+        return None
+    return getattr(known, name)() if name == "tolist" or known.numel() == 1 else None
 
 
 def truth(tensor: Any) -> bool | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loops import BATCH, CLASSES, Loop, adamw, both_and, loop, mlp, ordinary, row
+from loops import BATCH, CLASSES, Loop, adamw, both_and, loop, mlp, ordinary, plain, row
 from torch import nn
 from torch.autograd import Variable
 
@@ -212,18 +212,16 @@ def python_draws_in_the_middle() -> Loop:
     return loop(model, opt, step, wrap=both_and(lambda: list(random.getstate()[1])))
 
 
-def with_hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Loop:
-    model = mlp()
-    opt = adamw(model)
+class Changed(nn.Module):
+    """An MLP whose hidden values are changed."""
 
-    def step(x, y):
-        loss = F.cross_entropy(model[2](model[1](change(model[0](x)))), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.change = mlp(), change
 
-    return loop(model, opt, step)
+    def forward(self, x):
+        first, activation, last = self.body
+        return last(activation(self.change(first(x))))
 
 
 @row
@@ -242,7 +240,20 @@ def numbers_of_constants() -> Loop:
             x = x * (1 - rate)
         return x[:int(mask.bool().long().cumsum(0).max())] * float(mask.min()) * float(shapes.sum())
 
-    return with_hidden(change)
+    return plain(Changed(change))
+
+
+@row
+def masks_of_constants() -> Loop:
+    """How much they choose is known, as contrastive losses take it for; one chooses nothing."""
+    def change(x):
+        names = torch.arange(len(x) // 2).repeat(2)
+        same, others = (names[None] == names[:, None]).float(), ~torch.eye(len(x), dtype=torch.bool)
+        alike, same = (each[others].view(len(x), -1) for each in (x @ x.t(), same))
+        pulled, pushed = (alike[mask].view(len(x), -1).logsumexp(1) for mask in (same.bool(), ~same.bool()))
+        return x * (pushed - pulled).tanh()[:, None] + x[torch.zeros(len(x), dtype=torch.bool)].sum()
+
+    return plain(Changed(change))
 
 
 @ordinary
@@ -256,7 +267,7 @@ def constants_written_to() -> Loop:
             x = x * 2
         return x * 3 if (whole > 1).any() else x
 
-    return with_hidden(change)
+    return plain(Changed(change))
 
 
 @ordinary
@@ -264,7 +275,7 @@ def drawn_from_constants() -> Loop:
     def change(x):
         return x * 2 if F.dropout(torch.ones(3)).sum() > 3 else x
 
-    return with_hidden(change)
+    return plain(Changed(change))
 
 
 @ordinary

@@ -103,6 +103,12 @@ def test_no_number_is_rounded_that_was_not(rounds, dtype, stays):
     assert ("rounded" in (HostAhead(rounds=rounds).requires(step) or "")) is stays
 
 
+def test_whole_quotients_stay_where_the_kernel_has_them():
+    step = step_of(lambda w, n: (torch.div(w, n, rounding_mode="floor"),), WEIGHT, COUNT)
+    assert "rounded to a whole number" in HostAhead(rounds=True).requires(step)
+    assert HostAhead(rounds=False).requires(step) is None
+
+
 def test_the_kernel_multiplies_for_a_quotient_by_a_number_of_the_hosts():
     """Inductor's divides."""
     texts = []
