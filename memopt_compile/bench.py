@@ -67,8 +67,7 @@ def answer(step: Callable, batch: Sequence[Any], backend: str, resident: Any = N
         found["predicted"] = report(step).predicted_peak_bytes or 0
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
-        if on_cuda:
-            timed()  # takes the memory that it needs
+        timed()  # behind another process's turn: finds its memory and its caches again
         print(json.dumps([timed(ON_CUDA if on_cuda else 1)]), flush=True)
         if on_cuda:
             torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memopt_compile.backends import inductor
 from memopt_compile.compat.inductor import STORE
 from memopt_compile.lowering import compiled_pieces
-from memopt_compile.lowering.storing import store_before_updates, store_between
+from memopt_compile.lowering.storing import read_before_writes, store_before_updates, store_between
 from memopt_compile.step_graph import StepGraph
 
 GIVEN = torch.randn(256, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
@@ -86,6 +86,48 @@ def test_update_beside_small_reduction():
     normalized(*(expected := [value.clone() for value in given]))
     run(list(given))
     torch.testing.assert_close(given, expected)
+
+
+def rounded(gradient: Tensor, momentum: Tensor) -> tuple[Tensor, ...]:
+    new = 0.9 * momentum.float() + 0.1 * gradient
+    momentum.copy_(new.bfloat16())
+    return (new - gradient).square().sum(0), (new - gradient).square().sum(1), momentum.sum(0)
+
+
+def in_place(gradient: Tensor, momentum: Tensor) -> tuple[Tensor, ...]:
+    momentum.copy_(0.9 * momentum + 0.1 * gradient)
+    return ((momentum - gradient).square().sum(0),)
+
+
+def read_from_the_write(gradient: Tensor, momentum: Tensor) -> tuple[Tensor, ...]:
+    new = 0.9 * momentum.float() + 0.1 * gradient
+    written = momentum.copy_(new.bfloat16())
+    return ((new - written).square().sum(0),)
+
+
+@pytest.mark.parametrize("function, ahead", [(rounded, 2), (in_place, 0), (read_from_the_write, 0)])
+def test_old_values_are_read_before_a_write(function: Callable, ahead: int):
+    dtype = torch.float32 if function is in_place else torch.bfloat16
+    module = make_fx(function, tracing_mode="fake")(torch.rand(8, 4), torch.rand(8, 4).to(dtype))
+    before = list(module.graph.nodes)
+    read_before_writes(module.graph)
+    after = list(module.graph.nodes)
+    (write,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    sums = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert [s in after[:after.index(write)] for s in sums] == [i < ahead for i in range(len(sums))]
+    assert ahead or after == before
+    module.graph.lint()
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not inductor.compiler_available(), reason="no C++ compiler")
+def test_rounded_moments_are_not_held_in_full_precision():
+    given = [torch.randn(512, 512), torch.randn(512, 512).bfloat16()]
+    run = inductor.lower(StepGraph(make_fx(rounded, tracing_mode="fake")(*given), ()))
+    assert run.transient_peak_bytes() <= 4 * 4 * 512  # sums; given[0].nbytes would be what is rounded
+    expected = rounded(given[0], written := given[1].clone())
+    torch.testing.assert_close(run(list(given)), expected)
+    assert torch.equal(given[1], written)
 
 
 @pytest.mark.inductor

@@ -270,17 +270,19 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def computed_again(graph: fx.Graph) -> contextlib.AbstractContextManager:
-    """For a graph that makes bytes of numbers: Inductor stores nothing between, however long it is.
+    """For a graph that makes bytes of numbers, or rounds their bits: Inductor stores nothing between, however long it is.
 
     To decode and encode a moment of 8 bits takes more operators than it computes twice. Three
     results it would store in float32 for the whole tensor, which is more memory than the
-    states save, and takes longer than to compute them in both loops, over elements and blocks.
+    states save, and takes longer than to compute them in both loops, over elements and blocks. And what CAME takes
+    means of is in float32 twice a parameter in bfloat16, whose rounding would store it.
     """
     def value(node: fx.Node) -> Any:
         return node.meta.get("val", node.meta.get("example_value"))
 
     for node in graph.nodes:
-        if getattr(value(node), "dtype", None) == torch.uint8 and any(
+        made = torch.int32 if node.target is torch.ops.aten.view.dtype else torch.uint8
+        if getattr(value(node), "dtype", None) == made and any(
                 isinstance(value(a), Tensor) and value(a).is_floating_point()
                 for a in node.all_input_nodes):
             return config.patch(realize_opcount_threshold=2000, realize_reads_threshold=200)

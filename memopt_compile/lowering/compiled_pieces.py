@@ -23,7 +23,7 @@ from ..compat.trace import pytree
 from ..costs import called_by_inductor, workspace_bytes
 from ..transfers import TO_HOST
 from .pieces import OWNED, Piece
-from .storing import is_call, store_before_updates, store_between
+from .storing import is_call, read_before_writes, store_before_updates, store_between
 
 # Left to PyTorch's kernels where an index is a mask, and then only seen in a dry run.
 BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
@@ -103,6 +103,7 @@ class Pieces:
         if key in _cache:
             return _cache[key]
         if name not in self._stored:
+            read_before_writes(part.graph)
             store_between(part.graph)
             store_before_updates(part.graph)
             self._stored.add(name)

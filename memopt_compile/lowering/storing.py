@@ -12,6 +12,9 @@ A reduction of few elements Inductor writes out in the loop that reads it. One t
 the loop of that parameter's update, would need neighbours that the loop has written: the update then comes
 in a loop of its own, and what both need waits between as tensors. Such a reduction is stored.
 
+And a reduction of what a tensor's old values make, where rounded new ones are written before it, would need those
+in full precision: it comes in front of the write.
+
 Memory: what rule 3 adds up dies, and the result takes its place; in the place of tensors like a parameter
 are its small reductions. Numbers: the same operators on the same values, but another loop may be fused with
 others, and so sums may be taken in another order.
@@ -43,6 +46,29 @@ def store_between(graph: fx.Graph) -> None:
         freed = [o for o in _operands(node) if all(place[r] < max(at) for r in _readers(o, without=node))]
         if sum(nbytes(o.meta["val"]) for o in freed) > nbytes(node.meta["val"]):  # rule 3
             store(node)
+
+
+def read_before_writes(graph: fx.Graph) -> None:
+    """Sum up what a tensor's old values make in front of its write, where what is written cannot serve: rounded moments."""
+    nodes = list(graph.nodes)
+    place, moved = {node: i for i, node in enumerate(nodes)}, set()
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        into, written = write.args[:2]
+        while _is_view(written):
+            written = written.args[0]
+        readers = {reader for node in _computed_with(write) if node is not written and into in _computed_with(node)
+                   for reader in _readers(node, without=written)}
+        for reader in sorted(readers, key=place.__getitem__):
+            between = nodes[place[write] + 1:place[reader] + 1]
+            needed = {reader}
+            for node in reversed(between):
+                needed.update(node.all_input_nodes if node in needed else ())
+            if write in needed or reader.op == "output" or any(map(mutated_args, between)):
+                continue
+            for node in between:
+                if node in needed - moved:
+                    write.prepend(node)
+                    moved.add(node)
 
 
 def store_before_updates(graph: fx.Graph) -> None:

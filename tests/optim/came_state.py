@@ -24,6 +24,7 @@ def state_bytes(parameters, make) -> int:
     parameters = list(parameters)
     opt, total = make(parameters), 0
     group = opt.param_groups[0]
+    bits = group["state_bits"]
     for p in parameters:
         formats = opt.formats(p, group)
         for name, value in opt.first_state(p, group).items():
@@ -32,7 +33,7 @@ def state_bytes(parameters, make) -> int:
                 total += value.nbytes
             else:
                 codes, scales = form.sizes(p.numel())
-                total += codes + 4 * scales
+                total += codes * (2 if bits == 16 else 1) + 4 * scales  # bfloat16, or bytes
     return total
 
 
@@ -63,7 +64,7 @@ def main() -> None:
             ("  of these 1 by 1", [k for k in kernels if k.shape[-1] == 1], [None, "auto"])):
         adam = state_bytes(parameters, optim.Adam)
         print(f"{name}: {sum(p.numel() for p in parameters):,} parameters, Adam {adam:,} bytes")
-        for choice, bits in itertools.product(choices, (32, 8)):
+        for choice, bits in itertools.product(choices, (32, 16, 8)):
             size = state_bytes(parameters, lambda p, choice=choice, bits=bits: optim.CAME(
                 p, lr=1e-3, factor_dims=choice, state_bits=bits))
             print(f"  CAME, m of {bits} bits, factor_dims={choice}: {size:,} bytes, {size / adam:.4f}")
