@@ -138,7 +138,7 @@ def test_a_refusal_names_the_smallest_peak_and_that_one_works():
     for price in ("compress='int4': ", "halve the batch"):
         assert price in refusal.value.do
     assert "state_bits=8" not in refusal.value.do  # the state is in float64, which memopt.optim does not shorten
-    assert "there before the step" in refusal.value.what
+    assert re.search(r"there before the step .* at that peak are [0-9]+ × f64\[512, 32\] of .*test_budget.py:", refusal.value.what)
     least = memopt.explain(small()[0], *small()[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
     _, _, found = trained(least, made=small)
@@ -161,6 +161,9 @@ def test_states_of_8_bits_are_offered_to_who_has_32(optimizer, offered):
     with pytest.raises(memopt.InfeasibleBudget) as refusal:
         memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget="1KiB")
     assert ("state_bits=8: about " in refusal.value.do) is offered
+    least = memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget=[1]).points[0].peak_bytes
+    with pytest.raises(memopt.InfeasibleBudget, match="iB, 1 B less; "):
+        memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget=least - 1)
 
 
 def test_auto_is_what_is_there_and_what_is_free(monkeypatch):

@@ -81,6 +81,7 @@ def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
         (["explain", "{script}:wrong"], "return step, (x, y)"),
         (["explain", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
         (["explain", "{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1000"], "E301"),
+        (["explain", "{script}:make", "-o", "memory_budget=[0.9, 0.8]", "--dump", "folder"], "leave dump out"),
         (["explain", "{script}:make", "-o", "lowering=eager", "--svg", "/no/such/x.svg"], "--svg"),
         (["fit", "{script}:make", "-o", "lowering=eager", "--memory", "1000B"], "still needs"),
         (["fit", "{script}:make", "--memory", "6"], "the unit is missing"),
