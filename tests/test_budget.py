@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile import devices
+from memopt_compile import devices, pipelines
 from memopt_compile.quantization.named import FORMATS
 from memopt_compile.records import compilations
 from memopt_compile.reporting.frontier import Frontier
@@ -217,6 +217,17 @@ def test_the_frontier_is_monotone(frontier):
         assert smaller.seconds >= larger.seconds * 0.99
     assert points[0].fits and not points[-1].fits
     assert all(p.peak_bytes > frontier.resident_bytes for p in points)
+
+
+def test_the_smallest_peak_is_at_most_that_of_a_larger_budget(monkeypatch):
+    """Though the search for the smaller one has not come by it."""
+    step, args, _ = small()
+    budget, plan = between(memopt.explain(step, *args, lowering="eager"), 0.9), pipelines.rewritten
+    monkeypatch.setattr(pipelines, "rewritten", lambda step, options, lowering, costs, limit, *more, **named: plan(
+        step, options, lowering, costs, limit if limit == budget else pipelines.ANY, *more, **named))
+    kept, refused = memopt.explain(step, *args, lowering="eager", memory_budget=[budget, 1]).points
+    assert kept.fits and not refused.fits
+    assert (refused.budget_bytes, refused.peak_bytes, refused.seconds) == (1, kept.peak_bytes, kept.seconds)
 
 
 def test_logits_go_by_parts_where_that_is_faster_than_to_compute_more_again():

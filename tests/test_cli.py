@@ -64,6 +64,15 @@ def test_explain_prints_and_writes(script, tmp_path, capsys):
     assert (folder / "00" / "report.txt").exists()
 
 
+def test_explain_draws_several_budgets(script, tmp_path, capsys):
+    picture = tmp_path / "frontier.html"
+    assert main(["explain", f"{script}:make", "-o", "lowering=eager", "-o", "memory_budget=[1.0, 0.9, '1GiB', 1]",
+                 "--svg", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "planned peak" in printed and "1.00 GiB" in printed and "no: the smallest found" in printed
+    assert picture.read_text().startswith("<!DOCTYPE html>") and "<circle" in picture.read_text()
+
+
 def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
     zero = ["-o", "zero=3", "-o", "lowering=eager", "--ranks", "8"]
     assert main(["explain", f"{script}:shared", *zero]) == 0
