@@ -179,7 +179,7 @@ def rewritten(
 
     - with formats that lose something, less what `check_finite` keeps copies of, and without these formats: plans with
       them are not mended, and look for the smallest peak among more;
-    - by the eager lowering for less than the smallest peak so far (`NEARER`): the smallest plan is looked for in larger
+    - by the eager lowering, in either way, for less than the smallest peak so far (`NEARER`): the smallest plan is looked for in larger
       steps, and passes behind a plan can make less of one that is not the smallest itself. A larger budget would come by it.
 
     Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
@@ -208,11 +208,11 @@ def rewritten(
     for _ in range(TRIES):
         if not shares or (least := peak_of(found)) <= limit_bytes:
             break
-        nearer = way[0], max(limit_bytes, least - 1 - int(shares[0] * (least - resident)))
-        if peak_of(rival := within(*nearer, smallest=False)) < least:
-            found, way = rival, nearer
-        else:
-            shares = shares[1:]
+        nearer = max(limit_bytes, least - 1 - int(shares[0] * (least - resident)))
+        better = ((rival, (each, nearer)) for each in dict.fromkeys((way[0], options))
+                  if peak_of(rival := within(each, nearer, smallest=False)) < least)
+        found, way = next(better, (found, way))
+        shares = shares[peak_of(found) == least:]
     if way == (options, limit_bytes):
         return found
     if observe:

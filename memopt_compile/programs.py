@@ -10,6 +10,7 @@ some rungs above the budget, or the smaller one would not come by and have more 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from .options import format_bytes
 from .passes.rematerialize_free import RematerializeFree
 from .planning.adaptation import Adaptive, Program, Watch
 from .records import Compilation, captured_only, nothing_runs
+from .reporting.render import alive_at_peak
 from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
 
@@ -41,6 +43,7 @@ RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
+SHOWN = 3  # kinds of values that a refusal names
 UNPLANNED = 10  # rungs: the same of the step without a plan, of which fusion makes most
 
 
@@ -72,7 +75,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     record.dump()
     if limit is not None and program.peak_bytes > limit:
         raise _refusal(step, record)
-    if record.device.type == "cpu":
+    if record.device.type == "cpu" and not nothing_runs():
         devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
     program, plan = _measured(program, record), record.step.plan
     run: Callable = program.run
@@ -280,8 +283,9 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
     limit, plan = record.budget_bytes or 0, record.step.plan
     needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
     means = "the smallest peak found"
-    if plan and plan.again:
-        means += ", by computing activations again,"
+    if plan and (ways := [way for way, used in (("computing activations again", plan.again),
+                                                ("keeping them in fewer bits", plan.largest_error)) if used]):
+        means += f", by {' and '.join(ways)},"
     if not record.options.recompute:
         means += " (recompute=False)"
     less = [f"raise memory_budget to {format_bytes(needed, enough=True)}"]
@@ -308,6 +312,17 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         less.append(f"an optimizer of memopt.optim with state_bits=8: about {format_bytes(needed - saved)}, by keeping "
                     f"a quarter of {format_bytes(wide)} of optimizer state in float32")
     return InfeasibleBudget(
-        f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}; "
+        f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}, "
+        f"{format_bytes(needed - limit)} less; "
         f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
-        "buffers and the batch", where=record.peak_line(), do="; or ".join(less))
+        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less))
+
+
+def _largest(record: Compilation) -> str:
+    """The values that take most of the smallest peak beside the step's inputs, equal ones together."""
+    alive = alive_at_peak(record.step, record.after)
+    kinds = Counter((each.bytes, each.value, each.phase, each.line or each.name) for each in alive)
+    shown = sorted(kinds, key=lambda kind: -kinds[kind] * kind[0])[:SHOWN]
+    return "; the largest beside these at that peak are " + ", ".join(
+        f"{(times := kinds[size, value, phase, line])} × {value} of {phase} ({format_bytes(times * size)}, {line})"
+        for size, value, phase, line in shown) if shown else ""

@@ -8,34 +8,43 @@ until the second is done, so that this needs the memory of the step without a bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .compression import COMPRESS, DECOMPRESS, layout
 from .errors import NumericsError
+from .quantization.named import FORMATS
 from .step_graph import StepGraph
 
 
 @dataclass(frozen=True)
 class GradientError:
     """Of all gradients together the `cosine` with the exact ones and the `relative` error, the norm of
-    the difference over the norm; and the largest relative error of one, of `worst`, a node's name."""
+    the difference over the norm; and the largest relative error of one, of `worst`, a node's name. `activations` has
+    the name of each that is kept in a lossy format, and the share of its norm that this format lost."""
 
     cosine: float
     relative: float
     worst: str
     worst_relative: float
+    activations: tuple[tuple[str, float], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        return (f"cosine {self.cosine:.6f}, relative error {self.relative:.2%}, at most "
+        text = (f"cosine {self.cosine:.6f}, relative error {self.relative:.2%}, at most "
                 f"{self.worst_relative:.2%} ({self.worst})")
+        if self.activations:
+            name, lost = max(self.activations, key=lambda each: each[1])
+            text += f"; activations lose up to {lost:.2%} ({name})"
+        return text
 
 
 def gradient_error(exact: StepGraph, lossy: StepGraph, inputs: Sequence[Any]) -> GradientError:
     """Compare the gradients of two versions of a step for the same inputs, which stay as they are."""
-    expected, got = (gradients(step, inputs) for step in (exact, lossy))
+    lost: dict[str, float] = {}
+    expected, got = gradients(exact, inputs), gradients(lossy, inputs, lost)
     dot, squares, others, difference = 0.0, 0.0, 0.0, 0.0
     worst = ("", 0.0)
     for name, a in expected.items():
@@ -46,11 +55,11 @@ def gradient_error(exact: StepGraph, lossy: StepGraph, inputs: Sequence[Any]) ->
         worst = max(worst, (name, (apart / square) ** 0.5 if square else 0.0), key=lambda w: w[1])
     norm = (squares * others) ** 0.5
     return GradientError(dot / norm if norm else 1.0, (difference / squares) ** 0.5 if squares else 0.0,
-                         *worst)
+                         *worst, tuple(lost.items()))
 
 
-def gradients(step: StepGraph, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Every gradient that the step computes, by its node's name."""
+def gradients(step: StepGraph, inputs: Sequence[Any], lost: dict[str, float] | None = None) -> dict[str, Tensor]:
+    """Every gradient that the step computes, by its node's name; `lost` gets what lossy formats lose of activations."""
     found: dict[str, Tensor] = {}
 
     class Keeping(fx.Interpreter):
@@ -58,11 +67,20 @@ def gradients(step: StepGraph, inputs: Sequence[Any]) -> dict[str, Tensor]:
             value = super().run_node(n)
             if n in step.gradients:
                 found[n.name] = value.clone()
+            if lost is not None and n.target is COMPRESS and FORMATS[n.args[1]].error:
+                lost[n.args[0].name] = _lost(self.env[n.args[0]], value, n.args[1])
             return value
 
     with torch.random.fork_rng(), torch.no_grad():
         Keeping(step.module).run(*(i.clone() if isinstance(i, Tensor) else i for i in inputs))
     return found
+
+
+def _lost(value: Tensor, parts: list[Tensor], form: str) -> float:
+    """The share of its norm that `value` loses in this format."""
+    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
+    apart = torch.linalg.vector_norm(DECOMPRESS(parts, form, *layout(value)) - value, dtype=torch.float64)
+    return float(apart / norm) if norm else 0.0
 
 
 def shadowed(run: Callable[[list], Any], exact: StepGraph, lossy: StepGraph, limit: float | None,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memopt_compile as memopt
-from memopt_compile import devices
+from memopt_compile import devices, pipelines
 from memopt_compile.quantization.named import FORMATS
 from memopt_compile.records import compilations
 from memopt_compile.reporting.frontier import Frontier
@@ -138,7 +138,7 @@ def test_a_refusal_names_the_smallest_peak_and_that_one_works():
     for price in ("compress='int4': ", "halve the batch"):
         assert price in refusal.value.do
     assert "state_bits=8" not in refusal.value.do  # the state is in float64, which memopt.optim does not shorten
-    assert "there before the step" in refusal.value.what
+    assert re.search(r"there before the step .* at that peak are [0-9]+ × f64\[512, 32\] of .*test_budget.py:", refusal.value.what)
     least = memopt.explain(small()[0], *small()[1], lowering="eager", memory_budget=[
         report.resident_bytes + 1000]).points[0].peak_bytes
     _, _, found = trained(least, made=small)
@@ -161,6 +161,9 @@ def test_states_of_8_bits_are_offered_to_who_has_32(optimizer, offered):
     with pytest.raises(memopt.InfeasibleBudget) as refusal:
         memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget="1KiB")
     assert ("state_bits=8: about " in refusal.value.do) is offered
+    least = memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget=[1]).points[0].peak_bytes
+    with pytest.raises(memopt.InfeasibleBudget, match="iB, 1 B less; "):
+        memopt.explain(step, torch.ones(64, 128), lowering="eager", memory_budget=least - 1)
 
 
 def test_auto_is_what_is_there_and_what_is_free(monkeypatch):
@@ -214,6 +217,17 @@ def test_the_frontier_is_monotone(frontier):
         assert smaller.seconds >= larger.seconds * 0.99
     assert points[0].fits and not points[-1].fits
     assert all(p.peak_bytes > frontier.resident_bytes for p in points)
+
+
+def test_the_smallest_peak_is_at_most_that_of_a_larger_budget(monkeypatch):
+    """Though the search for the smaller one has not come by it."""
+    step, args, _ = small()
+    budget, plan = between(memopt.explain(step, *args, lowering="eager"), 0.9), pipelines.rewritten
+    monkeypatch.setattr(pipelines, "rewritten", lambda step, options, lowering, costs, limit, *more, **named: plan(
+        step, options, lowering, costs, limit if limit == budget else pipelines.ANY, *more, **named))
+    kept, refused = memopt.explain(step, *args, lowering="eager", memory_budget=[budget, 1]).points
+    assert kept.fits and not refused.fits
+    assert (refused.budget_bytes, refused.peak_bytes, refused.seconds) == (1, kept.peak_bytes, kept.seconds)
 
 
 def test_logits_go_by_parts_where_that_is_faster_than_to_compute_more_again():

@@ -64,6 +64,15 @@ def test_explain_prints_and_writes(script, tmp_path, capsys):
     assert (folder / "00" / "report.txt").exists()
 
 
+def test_explain_draws_several_budgets(script, tmp_path, capsys):
+    picture = tmp_path / "frontier.html"
+    assert main(["explain", f"{script}:make", "-o", "lowering=eager", "-o", "memory_budget=[1.0, 0.9, '1GiB', 1]",
+                 "--svg", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "planned peak" in printed and "1.00 GiB" in printed and "no: the smallest found" in printed
+    assert picture.read_text().startswith("<!DOCTYPE html>") and "<circle" in picture.read_text()
+
+
 def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
     zero = ["-o", "zero=3", "-o", "lowering=eager", "--ranks", "8"]
     assert main(["explain", f"{script}:shared", *zero]) == 0
@@ -81,6 +90,7 @@ def test_explain_plans_for_ranks_that_are_not_there(script, capsys):
         (["explain", "{script}:wrong"], "return step, (x, y)"),
         (["explain", "{script}:make", "-o", "lowring=eager"], "nearest is 'lowering'"),
         (["explain", "{script}:make", "-o", "lowering=eager", "-o", "memory_budget=1000"], "E301"),
+        (["explain", "{script}:make", "-o", "memory_budget=[0.9, 0.8]", "--dump", "folder"], "leave dump out"),
         (["explain", "{script}:make", "-o", "lowering=eager", "--svg", "/no/such/x.svg"], "--svg"),
         (["fit", "{script}:make", "-o", "lowering=eager", "--memory", "1000B"], "still needs"),
         (["fit", "{script}:make", "--memory", "6"], "the unit is missing"),

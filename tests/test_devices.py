@@ -5,6 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import memopt_compile as memopt
+from memopt_compile import devices
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's heap")
 
@@ -45,3 +49,20 @@ def test_freed_bytes_are_kept_for_the_next_call_and_given_back():
 def test_what_the_environment_says_stays():
     _, kept, _ = page_faults(MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072")
     assert kept > 100
+
+
+def test_a_step_that_is_only_planned_leaves_the_heap_as_it_is(monkeypatch):
+    asked = []
+    monkeypatch.setattr(devices, "keep_freed_bytes", asked.append)
+    weight = torch.nn.Parameter(torch.ones(8))
+    opt = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x):
+        (weight * x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    memopt.explain(step, torch.ones(8), lowering="eager", memory_budget=1.0)
+    assert not asked
+    memopt.compile(step, lowering="eager", memory_budget=1.0)(torch.ones(8))
+    assert len(asked) == 1

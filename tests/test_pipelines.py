@@ -266,3 +266,17 @@ def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
         programs.fitted(record.captured, replace(record, options=replace(record.options, memory_budget=tight), heads=heads))
     assert format_bytes(least, enough=True) in refusal.value.do
     assert "compress=" not in refusal.value.do  # one way of planning with it needs more
+
+
+def test_less_is_looked_for_with_few_bits_too_where_their_smallest_peak_is_the_larger_one(monkeypatch):
+    step, least = small_step(), {"int4": 820, None: 900}
+
+    def within(step, options, lowering, workspace, limit, device, observe, formats, heads, free, smallest):
+        peak = {"int4": 1000, None: 900}[options.compress] if smallest else max(limit, least[options.compress])
+        return replace(step, plan=None), (PassRecord("plan_memory", (), 0, peak, 0.0),)
+
+    monkeypatch.setattr(pipelines, "_within", within)
+    monkeypatch.setattr(pipelines, "resident_bytes", lambda step: 0)
+    for compress, found in (("int4", 820), (None, 900)):
+        options = Options(memory_budget=1, lowering="eager", compress=compress)
+        assert pipelines.peak_of(pipelines.rewritten(step, options, "eager", None, 600)) <= 1.03 * found

@@ -33,6 +33,8 @@ def test_error_of_the_gradients(form, least, most):
     expected, got = gradients(exact, values), gradients(lossy, values)
     (same,) = (name for name in expected if torch.equal(expected[name], got[name]))
     assert same != error.worst in expected
+    ((name, lost),) = error.activations
+    assert name == "tanh" and least < lost < most and f"lose up to {lost:.2%} (tanh)" in str(error)
     assert all(torch.equal(a, b) for a, b in zip(before, values))
 
 
@@ -40,6 +42,7 @@ def test_of_equal_steps_there_is_none():
     exact, _, values = versions("int8")
     error = gradient_error(exact, exact, values)
     assert (error.cosine, error.relative, error.worst_relative) == (pytest.approx(1), 0.0, 0.0)
+    assert error.activations == ()
 
 
 def test_beyond_the_bound_nothing_of_the_step_runs():

@@ -52,6 +52,8 @@ def explain(step: Callable[..., Any], *args: Any, **options: Any) -> Report | Fr
     budgets = [budget for budget in budgets if budget is not None]
     if not budgets:
         raise OptionError("there is no budget to plan for", where="memory_budget=[..]", do="give some, such as [0.8, 0.5]")
+    if options.get("dump"):
+        raise OptionError("there is no one plan to write", where="dump, memory_budget=[..]", do="give one budget, or leave dump out")
     for budget in budgets:
         Options.from_dict({**options, "memory_budget": budget})
     one = budgets[0] if any(map(options.get, FOR_A_BUDGET)) else None

@@ -90,8 +90,10 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
             continue
         step, _ = pipelines.rewritten(captured, record.options, record.lowering, costs, size, record.device,
                                       heads=heads)
-        points.append(Point(size, timeline(step, costs).peak_bytes,
-                            step.plan.seconds if step.plan else 0.0))
+        point = Point(size, timeline(step, costs).peak_bytes, step.plan.seconds if step.plan else 0.0)
+        if points and not point.fits:  # what a larger budget came by may be smaller still
+            point = min(point, replace(points[-1], budget_bytes=size), key=lambda each: each.peak_bytes)
+        points.append(point)
     seconds = cost_model(record.options.costs, record.device)
     return Frontier(record.where, tuple(points), before.resident_bytes,
                     sum(map(seconds, captured.computing())), seconds.source)

@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import math
+import re
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from graphs import (
     values_for,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt_compile.backends import eager, inductor
+from memopt_compile.compat import inductor as compat_inductor
+from memopt_compile.compression import layout, whole_parts, whole_value
 from memopt_compile.liveness import timeline
 from memopt_compile.memory_plan import MemoryPlan
 from memopt_compile.passes.canonicalize import Canonicalize
@@ -27,6 +32,8 @@ from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.planning.packing import candidates
 from memopt_compile.planning.rematerialization import Means
 from memopt_compile.planning.sensitivity import Sensitivity, Use, sensitivity
+from memopt_compile.quantization.activations import Packing
+from memopt_compile.quantization.named import FORMATS
 from memopt_compile.step_graph import Phase
 
 CPU = torch.device("cpu")
@@ -185,6 +192,26 @@ def test_inductor_computes_what_the_operators_do():
     expected, got = (outcome(run, values) for run in (eager.lower(twin), inductor.lower(twin)))
     for a, b in zip(expected, got):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-9, atol=1e-9)
+
+
+def lowered(function, *given):
+    """How many loop nests Inductor makes of it, and the buffers that have the bytes of 512 x 64 numbers of float32."""
+    module = make_fx(function, compat_inductor.decompositions(), tracing_mode="fake")(*given)
+    with compat_inductor.Kernels().put_off(begin=False):
+        _, source = compat_inductor.compile_graph(module)
+    shapes = re.findall(r"= empty_strided_cpu\(\(([0-9, ]+)\), .*torch.float32\)", source)
+    sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes]
+    return len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)), sum(size >= 512 * 64 for size in sizes)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("form", [f for f, each in FORMATS.items() if isinstance(each, Packing) and each.error])
+def test_a_loop_nest_each_on_inductor(form):
+    """The value is never written a second time; for outliers, sums come first and PyTorch picks the largest."""
+    value = torch.randn(512, 64)
+    assert lowered(lambda x: whole_parts(x, form), value) == (2 if form == "int4 outliers" else 1, 0)
+    parts = whole_parts(value, form)
+    assert lowered(lambda *parts: [whole_value(parts, form, *layout(value))], *parts) == (1, 1)
 
 
 def test_formats_follow_from_the_graph():

@@ -17,6 +17,7 @@ from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.honour_checkpoints import HonourCheckpoints
 from memopt_compile.passes.rematerialize_free import RematerializeFree
 from memopt_compile.passes.replay_dropout import ReplayDropout
+from memopt_compile.planning.rematerialization import Means, problem
 
 
 class Block(nn.Module):
@@ -137,6 +138,18 @@ def test_what_a_policy_keeps_is_not_free_to_run_again():
     for each in (HonourCheckpoints(), RematerializeFree()):
         each.run(step, no_workspace)
     assert gelus(step) == kept
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE])
+def test_what_a_policy_keeps_is_no_choice_of_a_budget(policy):
+    """It runs once, and is kept as it is: not even a mask of it in bits."""
+    step = prepared(contexts=functools.partial(create_selective_checkpoint_contexts, lambda *given, **named: policy),
+                    p=0.3)
+    ReplayDropout().run(step)
+    found = problem(step, lambda node: 1.0, means=Means(compress="auto"))
+    marked = [value for value in found.values if value.needed and value.node.meta.get("recompute") is policy]
+    chosen = [value for value in marked if value.packed or found.operations[value.operation].again]
+    assert len(marked) >= 12 and bool(chosen) is (policy is CheckpointPolicy.PREFER_SAVE)
 
 
 @pytest.mark.parametrize("kind", [{"p": 0.3}, {"micro_batches": 2}, {"micro_batches": 4, "p": 0.3}], ids=str)
