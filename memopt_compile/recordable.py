@@ -10,12 +10,14 @@ from torch import Tensor, fx
 from .checks import REQUIRE
 from .collectives import is_collective, is_wait
 from .compat.trace import pytree
+from .data_sizes import makes_sizes
 from .finiteness import REQUIRE_FINITE
 from .ordering import is_random
 from .step_graph import OF_TORCH, Role, StepGraph, mutated_args, storage_roots
 from .transfers import is_transfer
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = ()) -> str | None:
@@ -47,4 +49,10 @@ def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = (
                     "with an optimizer's counts of steps)")
         if given.role is Role.BATCH and node in written:
             return f"the step writes into {given.label}, which is new in every call: write into a copy"
-    return None
+    counted = next((n for n in step.computing() if n not in ahead and (makes_sizes(n) or _by_mask(n))), None)
+    return f"{counted.target} has the host wait, to know how many elements a mask keeps" if counted else None
+
+
+def _by_mask(node: fx.Node) -> bool:
+    places = node.args[1] if node.target in _PUTS else ()
+    return any(p is not None and p.meta["val"].dtype == torch.bool for p in places)

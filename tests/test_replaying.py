@@ -44,7 +44,8 @@ def test_a_step_of_the_device_and_numbers_can_be_recorded():
     (lambda w, x: (w + x.mul_(2),), (WEIGHT, BATCH), "writes into b.*write into a copy"),
     (lambda w: (torch.ops.memopt.to_host(w),), (WEIGHT,), "to_host.* needs the host"),
     (lambda w: (w * torch.rand(()),), (WEIGHT,), "rand.* draws on the host"),
-], ids=["batch", "count", "written", "transfer", "drawn"])
+    (lambda w, x: (torch.ops.aten.index_put(w, [x > 0], x.sum()),), (WEIGHT, BATCH), "index_put.* has the host wait"),
+], ids=["batch", "count", "written", "transfer", "drawn", "mask"])
 def test_what_stands_in_the_way_is_said(function, inputs, reason):
     assert re.search(reason, obstacle(step_of(function, *inputs)) or "")
 

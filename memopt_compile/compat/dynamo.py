@@ -294,7 +294,8 @@ def tracing_scope(
 
     def differentiate(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         # A derivative may count by itself what a mask keeps (that of ``h[mask] = vector``); no gradient has such a size.
-        with tx.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+        # On a GPU autograd does so in a thread of its own, where `ignore_fresh_unbacked_symbols` of this one says nothing.
+        with mock.patch.object(tx.fake_mode.shape_env, "_ignore_fresh_unbacked_symbols_tls", lambda: True):
             return original_grad(self, tx, *args, **kwargs)
 
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
