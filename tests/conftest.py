@@ -4,7 +4,7 @@ torch writes no logs that nobody reads.
 
 The collector would go through a million objects of torch's again and again, a quarter of the time of all
 tests. And every measurement collects all garbage, among what tests have left for good (torch's caches, and a few
-objects for each guard): that is left alone too, from time to time.
+objects for each guard): what is there before a test is left alone, and its garbage goes from time to time.
 
 pytest captures loggers that do not propagate by handlers of its own: then the structured trace is on, and every
 graph is printed for it several times. And Dynamo makes a text of each side effect with its whole stack, which is
@@ -44,9 +44,10 @@ TESTS = itertools.count(1)
 
 
 def pytest_runtest_setup(item):
-    if next(TESTS) % 25 == 0:
+    if next(TESTS) % 50 == 0:
+        gc.unfreeze()
         gc.collect()
-        gc.freeze()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

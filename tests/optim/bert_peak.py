@@ -4,7 +4,8 @@
 
 The shape is BERT-Large's: AdamW, float32, dropout as configured, micro-batches of one sequence. Eager
 PyTorch runs two steps and the second is measured; memopt plans its step for the eager lowering, and
-with --run compiles it and runs it too, measured by the report. Needs 8 GB of memory.
+with --run compiles it and runs it too, measured by the report. Needs 8 GB of memory. With --budget memopt's step is
+held to this many bytes by computing again, and the seconds that this adds by the cost model are printed.
 
 Layers are alike: with two counts of --layers and --extend 24, peaks of 24 are those on the line
 through the peaks of both.
@@ -65,10 +66,13 @@ def peaks(way: str, layers: int, given: argparse.Namespace) -> Iterator[tuple[st
         step(*batch)
         yield "measured", memopt.measure(step, *batch, resident=(model, opt)).peak_bytes
         return
-    plan = memopt.explain(step, *batch, accumulate=accumulate, lowering="eager")
+    plan = memopt.explain(step, *batch, accumulate=accumulate, lowering="eager", memory_budget=given.budget)
+    if plan.plan:
+        print(f"{way:15} computed again: {plan.plan.seconds:.3f} s more", flush=True)
     yield "planned", plan.predicted_peak_bytes or 0
     if given.run:
-        compiled = memopt.compile(step, accumulate=accumulate, lowering=given.run)
+        compiled = memopt.compile(step, accumulate=accumulate, lowering=given.run,
+                                  memory_budget=given.budget)
         compiled(*batch)
         report = memopt.report(compiled)
         yield f"{given.run}, predicted", report.predicted_peak_bytes or 0
@@ -86,6 +90,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch")
     parser.add_argument("--sequence", type=int, default=128, help="tokens")
+    parser.add_argument("--budget", help="such as 5GiB")
     parser.add_argument("--run", choices=("eager", "inductor"))
     given = parser.parse_args()
     warnings.simplefilter("ignore")
