@@ -269,9 +269,9 @@ class Optimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling():
             if keep:
                 self._advance(p, grad, state, group)
-        elif here.device.type == "cpu" and self.is_operator(p, group):  # with a branch of its own
+        elif here.device.type == "cpu" and one_operator.applies(self, here, group, self.shards.largest(p.shape)):
             self._advance(p, grad, state, {**group, one_operator.KEEP: keep}, keep)
-        else:  # a graph has none: it takes the old values back
+        else:  # an operator has a branch of its own, a graph has none: it takes the old values back
             before = [(tensor, tensor.clone()) for tensor in (here, *state.values())]
             self._advance(p, grad, state, group)
             for tensor, old in before:
@@ -305,9 +305,6 @@ class Optimizer(torch.optim.Optimizer):
         square = torch.linalg.vector_norm(here, dtype=precise(here)) ** 2
         here.mul_((limit / self.shards.total(square, p) ** 0.5).clamp(max=1.0))
         return grad
-
-    def is_operator(self, p: Tensor, group: Options) -> bool:
-        return one_operator.applies(self, self.shards.local(p), group)
 
     def in_slabs(self, p: Tensor, state: State, group: Options,
                  change: Callable[[Slab | None, State], None]) -> None:

@@ -65,7 +65,7 @@ class FactoredOptimizer(Optimizer):
     def part(self, method: str, p: Tensor, grad: Tensor | None, state: State, group: Options,
              changes: Sequence[str] = (), moves: bool = False) -> Any:
         """What this method returns, 0-dim, if anything. It `changes` these states, and the parameter if it `moves`."""
-        if not one_operator.applies(self, p, group, largest(p, group)):
+        if group["ranks"] == 1 or not one_operator.applies(self, p, group, self.shards.largest(shape(p, group))):
             return getattr(self, method)(p, grad, state, group)
         if moves:
             changes = [*changes, *(name for name in (CORRECTION,) if name in state)]
@@ -77,18 +77,16 @@ class FactoredOptimizer(Optimizer):
         one_operator.apply(self, method, p, grad, state, group, changes, moves, reads)
         return state.get(one_operator.RESULT)
 
-    def is_operator(self, p: Tensor, group: Options) -> bool:
-        here = self.shards.local(p)
-        return super().is_operator(p, group) or one_operator.applies(
-            self, here, group, largest(here, self.begun(p, {}, group)[1]))
-
-    def complete(self, factors: Sequence[str], state: State, dims: Dims | None, p: Tensor, group: Options) -> None:
-        """Add up over ranks what each has of a mean over all rows."""
-        for name, gone in zip(factors, dims_gone(dims)):
-            if crosses(gone, group):
-                total = self.shards.total(state[name], p)
-                keep = group.get(one_operator.KEEP)  # else each has the former mean still
-                state[name].copy_(total if keep is None else torch.where(keep, total, state[name]))
+    def average(self, method: str, factors: Sequence[str], beta: float | Tensor, whole: Tensor, grad: Tensor,
+                state: State, group: Options, changes: Sequence[str] = ()) -> None:
+        """A part that adds to these averages, of which `beta` is left, and `changes` other states too. A mean over
+        the rows of several ranks begins at 0 there: then the sum over ranks is added to what is left."""
+        dims = factored(whole.shape, group["factor_dims"])
+        left = {name: state[name] * beta for name, gone in zip(factors, dims_gone(dims)) if crosses(gone, group)}
+        self.part(method, grad, grad, state, group, [*factors, *changes])
+        for name, former in left.items():
+            new, keep = former + self.shards.total(state[name], whole), group.get(one_operator.KEEP)
+            state[name].copy_(new if keep is None else torch.where(keep, new, state[name]))
 
     def row_mean(self, factors: Sequence[str], state: State, dims: Dims | None, p: Tensor,
                  group: Options) -> Tensor | None:
@@ -158,15 +156,10 @@ def shape(p: Tensor, group: Options) -> tuple[int, ...]:
     return (int(group["rows"]), *p.shape[1:])
 
 
-def largest(p: Tensor, group: Options) -> int:
-    """The elements of the largest part of it that a rank has."""
-    return -(-group["rows"] // group["ranks"]) * math.prod(p.shape[1:])
-
-
 def decayed(factors: Sequence[str], state: State, dims: Dims | None, group: Options,
-            keep: float | Tensor) -> list[Tensor]:
-    """These averages, of which `keep` is left: a share of that on each rank of what `complete` adds up."""
-    return [state[name].mul_(keep / group["ranks"] if crosses(gone, group) else keep)
+            beta: float | Tensor) -> list[Tensor]:
+    """These averages, of which `beta` is left, for `add_mean` in a part: 0 of those over the rows of several ranks."""
+    return [state[name].zero_() if crosses(gone, group) else state[name].mul_(beta)
             for name, gone in zip(factors, dims_gone(dims))]
 
 

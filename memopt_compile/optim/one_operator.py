@@ -39,8 +39,8 @@ LARGE = 1 << 20  # elements of a parameter: as in the pass `run_in_slabs`, which
 
 
 def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any], largest: int | None = None) -> bool:
-    """Whether what is done to this parameter is one operator of the step that is being captured; or a part of
-    that, where ranks share means, of whose rows `largest` is how many elements a rank has at most: all decide alike.
+    """Whether what is done to this parameter is one operator of the step that is being captured. `largest` asks it
+    of a part between sums over ranks, which have so many elements at most: they decide alike.
 
     On a GPU the update of a parameter in full precision is fused as it is."""
     if (not torch.compiler.is_compiling() or getattr(optimizer, "ranks", 1) != 1
@@ -52,10 +52,8 @@ def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any], largest: int | 
     by_strides = p.permute(sorted(range(p.dim()), key=p.stride, reverse=True))
     if p.device.type != "cpu" or not by_strides.is_contiguous():
         return False
-    if (largest is None) != (optimizer.elementwise or optimizer.shards.ranks == 1):
-        return False
-    if largest is not None:
-        return largest >= LARGE and copies_are_removed()
+    if not (optimizer.elementwise or optimizer.shards.ranks == 1):
+        return largest is not None and largest >= LARGE and copies_are_removed()
     whole = not optimizer.elementwise or not p.is_contiguous()  # without this each of its operators takes it whole
     if few and optimizer.formats(p, group):
         return p.is_contiguous() or copies_are_removed()
