@@ -76,11 +76,11 @@ class Adafactor(FactoredOptimizer):
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
         lr, whole, p, grad = self.rate(group), p, self.shards.local(p), self.shards.local(grad)
         dims, (found, group) = factored(whole.shape, group["factor_dims"]), self.begun(whole, state, group)
-        moment, count = names(dims), self._count(state)
+        moment = names(dims)
         size = self.root_mean_square(self.part("_square_of_weight", p, None, {**found, WEIGHT: p}, group), whole)
-        pace = (count**-0.5).clamp(max=lr)
+        pace = (self._count(state)**-0.5).clamp(max=lr)
         scale = size.to(torch.float64).clamp(min=group["eps"][1]) * pace
-        self.average("_average_squares", moment, 1 - count ** group["beta2_decay"], whole, grad, found, group)
+        self.average("_average_squares", moment, whole, grad, found, group)
         found[MEAN] = self.row_mean(moment, found, dims, whole, group)
         rms = self.root_mean_square(self.part("_square_of_update", p, grad, found, group), whole)
         found["rate"] = scale / (rms.to(torch.float64) / group["d"]).clamp(min=1.0)

@@ -117,13 +117,12 @@ class CAME(Accumulating, FactoredOptimizer):
         whole, grad = grad, self.shards.local(grad)
         dims, (found, group) = factored(whole.shape, group["factor_dims"]), self.begun(whole, state, group)
         squares, residuals = names(SQUARES, dims), [] if dims is None else names(RESIDUALS, dims)
-        _, beta2, beta3 = decays(group)
-        self.average("_average_squares", squares, beta2, whole, grad, found, group)
+        self.average("_average_squares", squares, whole, grad, found, group)
         found[MEAN] = self.row_mean(squares, found, dims, whole, group)
         rms = self.root_mean_square(self.part("_square_of_update", grad, grad, found, group), whole)  # of u/√N
         found["excess"] = (rms / group["clip_threshold"]).clamp(min=1.0) / group["micro_batches"]**0.5
         means = [name for name in ("exp_avg", "exp_avg_scale") if name in found]
-        self.average("_average_update", residuals, beta3, whole, grad, found, group, means)
+        self.average("_average_update", residuals, whole, grad, found, group, means)
 
     def apply(self, p: Tensor, state: State, group: Options) -> None:
         whole, p = p, self.shards.local(p)

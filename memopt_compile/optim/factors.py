@@ -77,16 +77,15 @@ class FactoredOptimizer(Optimizer):
         one_operator.apply(self, method, p, grad, state, group, changes, moves, reads)
         return state.get(one_operator.RESULT)
 
-    def average(self, method: str, factors: Sequence[str], beta: float | Tensor, whole: Tensor, grad: Tensor,
-                state: State, group: Options, changes: Sequence[str] = ()) -> None:
-        """A part that adds to these averages, of which `beta` is left, and `changes` other states too. A mean over
-        the rows of several ranks begins at 0 there: then the sum over ranks is added to what is left."""
-        dims = factored(whole.shape, group["factor_dims"])
-        left = {name: state[name] * beta for name, gone in zip(factors, dims_gone(dims)) if crosses(gone, group)}
+    def average(self, method: str, factors: Sequence[str], whole: Tensor, grad: Tensor, state: State, group: Options,
+                changes: Sequence[str] = ()) -> None:
+        """A part that adds to these averages, and `changes` other states too. A mean over the rows of several ranks
+        is then the sum of theirs."""
         self.part(method, grad, grad, state, group, [*factors, *changes])
-        for name, former in left.items():
-            new, keep = former + self.shards.total(state[name], whole), group.get(one_operator.KEEP)
-            state[name].copy_(new if keep is None else torch.where(keep, new, state[name]))
+        for name, gone in zip(factors, dims_gone(factored(whole.shape, group["factor_dims"]))):
+            if crosses(gone, group):
+                total, keep = self.shards.total(state[name], whole), group.get(one_operator.KEEP)
+                state[name].copy_(total if keep is None else torch.where(keep, total, state[name]))
 
     def row_mean(self, factors: Sequence[str], state: State, dims: Dims | None, p: Tensor,
                  group: Options) -> Tensor | None:
@@ -158,8 +157,9 @@ def shape(p: Tensor, group: Options) -> tuple[int, ...]:
 
 def decayed(factors: Sequence[str], state: State, dims: Dims | None, group: Options,
             beta: float | Tensor) -> list[Tensor]:
-    """These averages, of which `beta` is left, for `add_mean` in a part: 0 of those over the rows of several ranks."""
-    return [state[name].zero_() if crosses(gone, group) else state[name].mul_(beta)
+    """These averages, of which `beta` is left, for `add_mean` in a part. Those over the rows of several ranks are
+    added up behind it, so each has its share. (To keep it aside would be a reader of what the part writes over.)"""
+    return [state[name].mul_(beta / group["ranks"] if crosses(gone, group) else beta)
             for name, gone in zip(factors, dims_gone(dims))]
 
 
