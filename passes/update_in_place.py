@@ -5,7 +5,8 @@ old (`optim.one_operator`): an array of the parameter's size, and one more for e
 This pass gives the operator its in-place form. The numbered rules are cited in the code.
 
 1. All results of the operator or none: each operand is an input of the step, or what was written to one, and
-   fills it; and the step writes to that input later, the result or what is computed from it.
+   fills it; and the step writes to that input later, the result or what is computed from it. Or the operand is what
+   the step has made, whole, and nothing reads that later.
 2. From the operator to that write nothing else touches the input: what reads the old value stands before the
    operator. Behind the write nothing reads the result, unless that is what is written and stays to the end; and
    the step does not return it.
@@ -71,15 +72,20 @@ class _Places:
             for root in roots:
                 self.members.setdefault(root, set()).add(node)
 
-    def writes(self, node: fx.Node) -> list[fx.Node]:
-        """The next write to the place of each result, if all of them fit (rules 1 and 2)."""
+    def writes(self, node: fx.Node) -> list[fx.Node | None]:
+        """The next write to the place of each result, if all of them fit (rules 1 and 2); None where none comes."""
         items, places = _items(node), _operands(node)
         owners = [owner for place in places for owner in self.roots[place]]
-        if not len(owners) == len(set(owners)) == len(places) == len(items):
+        read = {owner for each in (*node.args[1], *node.args[7]) for owner in self.roots[each]}
+        if not len(owners) == len(set(owners) - read) == len(places) == len(items):
             return []
-        found = []
+        found: list[fx.Node | None] = []
         for i, (place, owner) in enumerate(zip(places, owners)):
-            touches = {t for m in self.members[owner] for t in (m, *readers(m)) if node < t and t.op != "output"}
+            later = {t for m in self.members[owner] for t in (m, *readers(m)) if node < t}
+            if owner.op == "call_function" and not later and place.meta["val"].shape == owner.meta["val"].shape:
+                found.append(None)
+                continue
+            touches = {t for t in later if t.op != "output"}
             write = min(touches, default=None)
             if (owner.op != "placeholder" or write is None or write.target is not COPY
                     or self.roots[write.args[0]] != {owner} or owner in self.roots[write.args[1]]
@@ -109,7 +115,7 @@ class _Places:
             first.prepend(each)
         return first is not node
 
-    def rewrite(self, step: StepGraph, node: fx.Node, writes: list[fx.Node]) -> None:
+    def rewrite(self, step: StepGraph, node: fx.Node, writes: list[fx.Node | None]) -> None:
         items = _items(node)
         for i, place in reversed(list(enumerate(_operands(node)))):
             write = writes[i]
@@ -118,7 +124,9 @@ class _Places:
                 now = step.call(node, COPY, place, place)
             self.roots[now] = self.roots[place]
             self.members[owner].add(now)
-            if write.args[1] is items[i]:
+            if write is None:
+                pass
+            elif write.args[1] is items[i]:
                 self.members[owner].discard(write)
                 step.replace(write, now)
             else:

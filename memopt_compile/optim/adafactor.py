@@ -7,16 +7,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import Options, State
-from .factors import FactoredOptimizer, add_mean, empty_factors, factored, row_share
+from .factors import (
+    MEAN,
+    Dims,
+    FactoredOptimizer,
+    add_mean,
+    decayed,
+    empty_factors,
+    factored,
+    row_share,
+    shape,
+)
 from .low_bit import precise, read_weight
-from .slabs import Slab, cut, kept
+from .slabs import Slab, cut, kept, square_sum
+
+WEIGHT = "weight"  # the parameter, where it is read only
 
 
 class Adafactor(FactoredOptimizer):
@@ -62,32 +74,59 @@ class Adafactor(FactoredOptimizer):
         return {"step": self.no_steps(), "row_var": row, "col_var": column}
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
-        lr, (eps1, eps2) = self.rate(group), group["eps"]
-        whole, p, grad = p, self.shards.local(p), self.shards.local(grad)
-        form = self.weight_format(p, group)
-        tiny = torch.finfo(p.dtype if form is None else precise(p)).eps if eps1 is None else eps1
-        count = torch.as_tensor(self.count(state), dtype=torch.float64)
-        weight = count ** group["beta2_decay"]
-        pace = (count**-0.5).clamp(max=lr)
-        pieces = self.slabs(p, group)
-        size = self.root_mean_square(lambda slab: read_weight(p, state, slab, form), pieces, whole)
-        scale = size.to(torch.float64).clamp(min=eps2) * pace
+        lr, whole, p, grad = self.rate(group), p, self.shards.local(p), self.shards.local(grad)
+        dims, (found, group) = factored(whole.shape, group["factor_dims"]), self.begun(whole, state, group)
+        moment = names(dims)
+        size = self.root_mean_square(self.part("_square_of_weight", p, None, {**found, WEIGHT: p}, group), whole)
+        pace = (self._count(state)**-0.5).clamp(max=lr)
+        scale = size.to(torch.float64).clamp(min=group["eps"][1]) * pace
+        self.average("_average_squares", moment, whole, grad, found, group)
+        found[MEAN] = self.row_mean(moment, found, dims, whole, group)
+        rms = self.root_mean_square(self.part("_square_of_update", p, grad, found, group), whole)
+        found["rate"] = scale / (rms.to(torch.float64) / group["d"]).clamp(min=1.0)
+        self.part("_move", p, grad, found, group, moves=True)
 
-        dims = factored(whole.shape, group["factor_dims"])
-        moment = [state["variance"]] if dims is None else [state["row_var"], state["col_var"]]
-        for factor in moment:
-            factor.mul_(1 - weight)
-        sums = self.sums(moment, dims)
+    # The parts of it.
+
+    def _square_of_weight(self, p: Tensor, grad: None, state: State, group: Options) -> Tensor:
+        p = state[WEIGHT]
+        form = self.weight_format(p, group)
+        return square_sum(lambda slab: read_weight(p, state, slab, form), self.slabs(p, group))
+
+    def _average_squares(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        size, weight = shape(p, group), self._count(state) ** group["beta2_decay"]
+        dims = factored(size, group["factor_dims"])
+        moment = decayed(names(dims), state, dims, group, 1 - weight)
+        for slab in self.slabs(p, group):
+            add_mean(moment, self.gradient(grad, slab, group).square(), slab, dims, size, weight)
+
+    def _square_of_update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> Tensor:
+        pieces = self.slabs(p, group)
+        return square_sum(self._scaled(p, grad, state, group, pieces), pieces)
+
+    def _move(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        pieces = self.slabs(p, group)
+        scaled = self._scaled(p, grad, state, group, pieces)
         for slab in pieces:
-            add_mean(sums, self.gradient(grad, slab, group).square(), slab, dims, whole.shape, weight)
-        self.complete(moment, sums, whole)
-        mean_row = self.row_mean(moment, dims, whole)
-        scaled = kept(lambda slab: inverse_root(moment, mean_row, slab, tiny).mul_(
+            self.descend(p, state, slab, group, scaled(slab).mul_(state["rate"]))
+
+    def _count(self, state: State) -> Tensor:
+        """t, 0-dim"""
+        return torch.as_tensor(self.count(state), dtype=torch.float64)
+
+    def _scaled(self, p: Tensor, grad: Tensor, state: State, group: Options,
+                pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
+        """U by slabs."""
+        form, tiny = self.weight_format(p, group), group["eps"][0]
+        tiny = torch.finfo(p.dtype if form is None else precise(p)).eps if tiny is None else tiny
+        moment = [state[name] for name in names(factored(shape(p, group), group["factor_dims"]))]
+        return kept(state, "scaled", lambda slab: inverse_root(moment, state.get(MEAN), slab, tiny).mul_(
             self.gradient(grad, slab, group)), pieces)
-        excess = self.root_mean_square(scaled, pieces, whole).to(torch.float64) / group["d"]
-        rate = scale / excess.clamp(min=1.0)
-        for slab in pieces:
-            self.descend(p, state, slab, group, scaled(slab).mul_(rate))
+
+
+def names(dims: Dims | None) -> list[str]:
+    """The tensors of V: its two factors, or itself where it has none."""
+    return ["variance"] if dims is None else ["row_var", "col_var"]
 
 
 def inverse_root(moment: list[Tensor], mean_row: Tensor | None, slab: Slab | None,

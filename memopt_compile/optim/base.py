@@ -269,9 +269,9 @@ class Optimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling():
             if keep:
                 self._advance(p, grad, state, group)
-        elif here.device.type == "cpu" and one_operator.applies(self, here, group):  # which has a branch of its own
+        elif here.device.type == "cpu" and one_operator.applies(self, here, group, self.shards.largest(p.shape)):
             self._advance(p, grad, state, {**group, one_operator.KEEP: keep}, keep)
-        else:  # a graph has none: it takes the old values back
+        else:  # an operator has a branch of its own, a graph has none: it takes the old values back
             before = [(tensor, tensor.clone()) for tensor in (here, *state.values())]
             self._advance(p, grad, state, group)
             for tensor, old in before:
@@ -389,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
 def finite(grad: Tensor) -> Tensor:
     """Whether no element is NaN or infinite. The largest magnitude knows, and takes no memory."""
     if not grad.numel():
-        return torch.ones((), dtype=torch.bool, device=grad.device)
+        return grad.sum().isfinite()  # no constant: other ranks communicate behind their gradient
     return torch.linalg.vector_norm(grad, float("inf")).isfinite()
 
 

@@ -23,7 +23,7 @@ what a whole step leaves. N = 1 is CAME; where gradients agree, the update is up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,21 @@ from torch import Tensor
 
 from .accumulation import Accumulating
 from .base import Options, State
-from .factors import Dims, FactoredOptimizer, add_mean, empty_factors, factored, row_share
+from .factors import (
+    MEAN,
+    Dims,
+    FactoredOptimizer,
+    add_mean,
+    decayed,
+    empty_factors,
+    factored,
+    row_share,
+    shape,
+)
 from .low_bit import precise, read, write
-from .slabs import Slab, cut, kept
+from .slabs import Slab, cut, kept, square_sum
+
+SQUARES, RESIDUALS = "exp_avg_sq", "exp_avg_res"
 
 
 class CAME(Accumulating, FactoredOptimizer):
@@ -89,7 +101,7 @@ class CAME(Accumulating, FactoredOptimizer):
         state = {"exp_avg": torch.zeros_like(here, dtype=kind)}
         if dims is None:
             return {**state, "exp_avg_sq": torch.zeros_like(here, dtype=kind)}
-        for name in ("exp_avg_sq", "exp_avg_res"):
+        for name in (SQUARES, RESIDUALS):
             state[f"{name}_row"], state[f"{name}_col"] = empty_factors(here, dims, kind)
         return state
 
@@ -102,57 +114,80 @@ class CAME(Accumulating, FactoredOptimizer):
         self.apply(p, state, group)
 
     def fold(self, grad: Tensor, state: State, group: Options, first: bool) -> None:
-        (eps1, eps2), n = group["eps"], group["micro_batches"]
-        beta1, beta2, beta3 = (beta ** (1 / n) for beta in group["betas"])
-        dims = factored(grad.shape, group["factor_dims"])
         whole, grad = grad, self.shards.local(grad)
-        pieces, formats, kind = self.slabs(grad, group), self.formats(grad, group), precise(grad)
+        dims, (found, group) = factored(whole.shape, group["factor_dims"]), self.begun(whole, state, group)
+        squares, residuals = names(SQUARES, dims), [] if dims is None else names(RESIDUALS, dims)
+        self.average("_average_squares", squares, whole, grad, found, group)
+        found[MEAN] = self.row_mean(squares, found, dims, whole, group)
+        rms = self.root_mean_square(self.part("_square_of_update", grad, grad, found, group), whole)  # of u/√N
+        found["excess"] = (rms / group["clip_threshold"]).clamp(min=1.0) / group["micro_batches"]**0.5
+        means = [name for name in ("exp_avg", "exp_avg_scale") if name in found]
+        self.average("_average_update", residuals, whole, grad, found, group, means)
 
-        def gradient(slab: Slab | None) -> Tensor:  # √N·g
-            part = self.gradient(grad, slab, group).to(kind)
-            return part * n**0.5 if n > 1 else part
+    def apply(self, p: Tensor, state: State, group: Options) -> None:
+        whole, p = p, self.shards.local(p)
+        dims, (found, group) = factored(whole.shape, group["factor_dims"]), self.begun(whole, state, group)
+        found[MEAN] = self.row_mean(names(RESIDUALS, dims), found, dims, whole, group)
+        self.part("_move", p, None, found, group, moves=True)
 
-        squares = moment(state, "exp_avg_sq", dims, beta2)
-        sums = self.sums(squares, dims)
-        for slab in pieces:
-            add_mean(sums, gradient(slab) ** 2 + eps1, slab, dims, whole.shape, 1 - beta2)
-        self.complete(squares, sums, whole)
+    # The parts of these.
 
-        mean_row = self.row_mean(squares, dims, whole)
-        scaled = kept(lambda slab: inverse_root(squares, mean_row, slab).mul_(gradient(slab)), pieces)
-        rms = self.root_mean_square(scaled, pieces, whole)  # of u/√N
-        excess = (rms / group["clip_threshold"]).clamp(min=1.0) / n**0.5
+    def _average_squares(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        size, beta, (eps, _) = shape(grad, group), decays(group)[1], group["eps"]
+        dims = factored(size, group["factor_dims"])
+        squares = decayed(names(SQUARES, dims), state, dims, group, beta)
+        for slab in self.slabs(grad, group):
+            add_mean(squares, self._part_of(grad, slab, group) ** 2 + eps, slab, dims, size, 1 - beta)
 
-        residuals = [] if dims is None else moment(state, "exp_avg_res", dims, beta3)
-        sums = self.sums(residuals, dims)
+    def _square_of_update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> Tensor:
+        pieces = self.slabs(grad, group)
+        return square_sum(self._scaled(grad, state, group, pieces), pieces)
+
+    def _average_update(self, p: Tensor, grad: Tensor, state: State, group: Options) -> None:
+        size, pieces, formats, n = shape(grad, group), self.slabs(grad, group), self.formats(grad, group), group["micro_batches"]
+        dims, (beta1, _, beta3) = factored(size, group["factor_dims"]), decays(group)
+        scaled = self._scaled(grad, state, group, pieces)
+        residuals = [] if dims is None else decayed(names(RESIDUALS, dims), state, dims, group, beta3)
         share = group["betas"][0] ** (2 - 2 / n) / n
         for slab in pieces:
-            update, mean = scaled(slab).div_(excess), read(state, "exp_avg", grad, slab, formats)
+            update, mean = scaled(slab).div_(state["excess"]), read(state, "exp_avg", grad, slab, formats)
             mean.mul_(beta1).add_(update, alpha=1 - beta1)
             if dims is not None:
                 square = update.sub_(mean).square_()
                 if n > 1:
                     square.mul_(share)
-                add_mean(sums, square.add_(eps2), slab, dims, whole.shape, 1 - beta3)
+                add_mean(residuals, square.add_(group["eps"][1]), slab, dims, size, 1 - beta3)
             write(state, "exp_avg", mean, grad, slab, formats)
-        self.complete(residuals, sums, whole)
 
-    def apply(self, p: Tensor, state: State, group: Options) -> None:
-        dims, whole, p = factored(p.shape, group["factor_dims"]), p, self.shards.local(p)
-        formats = self.formats(p, group)
-        residuals = [] if dims is None else moment(state, "exp_avg_res", dims)
-        mean_row = self.row_mean(residuals, dims, whole)
+    def _move(self, p: Tensor, grad: None, state: State, group: Options) -> None:
+        dims, formats = factored(shape(p, group), group["factor_dims"]), self.formats(p, group)
         for slab in self.slabs(p, group):
             change = read(state, "exp_avg", p, slab, formats) * self.rate(group)
             if dims is not None:
-                change.mul_(inverse_root(residuals, mean_row, slab))
+                change.mul_(inverse_root([state[name] for name in names(RESIDUALS, dims)], state[MEAN], slab))
             self.descend(p, state, slab, group, change)
 
+    def _part_of(self, grad: Tensor, slab: Slab | None, group: Options) -> Tensor:
+        """√N·g"""
+        n, part = group["micro_batches"], self.gradient(grad, slab, group).to(precise(grad))
+        return part * n**0.5 if n > 1 else part
 
-def moment(state: State, name: str, dims: Dims | None, beta: float | None = None) -> list[Tensor]:
-    """The tensors of one average, decayed: its two factors, or itself where it has none."""
-    names = [name] if dims is None else [f"{name}_row", f"{name}_col"]
-    return [state[name] if beta is None else state[name].mul_(beta) for name in names]
+    def _scaled(self, grad: Tensor, state: State, group: Options,
+                pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
+        """u/√N by slabs."""
+        squares = [state[name] for name in names(SQUARES, factored(shape(grad, group), group["factor_dims"]))]
+        return kept(state, "scaled", lambda slab: inverse_root(squares, state.get(MEAN), slab).mul_(
+            self._part_of(grad, slab, group)), pieces)
+
+
+def names(average: str, dims: Dims | None) -> list[str]:
+    """The tensors of one average: its two factors, or itself where it has none."""
+    return [average] if dims is None else [f"{average}_row", f"{average}_col"]
+
+
+def decays(group: Options) -> list[float]:
+    """b₁, b₂, b₃"""
+    return [beta ** (1 / group["micro_batches"]) for beta in group["betas"]]
 
 
 def inverse_root(factors: list[Tensor], mean_row: Tensor | None, slab: Slab | None) -> Tensor:

@@ -11,18 +11,27 @@ own, or belong to the rows or columns as well (`Dims`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import one_operator
 from .base import Optimizer, Options, State
-from .slabs import Slab, cut, square_sum
+from .low_bit import CORRECTION, precise
+from .slabs import Slab, cut
+
+MEAN = "mean_row"  # found by an update: mean(R)
 
 
 class FactoredOptimizer(Optimizer):
-    """An optimizer with the setting `factor_dims`, seen to fit its parameters."""
+    """An optimizer with the setting `factor_dims`, seen to fit its parameters.
+
+    Its update is a sequence of parts, each of the rows that are here, with sums over the ranks between them. A part
+    is a method ``(p, grad, state, group)``, whose state has what was found before, and may be an operator of a
+    captured step (`one_operator`).
+    """
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
@@ -49,36 +58,49 @@ class FactoredOptimizer(Optimizer):
         gone = dims and (dims.columns if "row" in name else dims.rows if "col" in name else ())
         return not gone or 0 not in gone
 
-    def crosses(self, gone: tuple[int, ...]) -> bool:
-        """Whether a mean over the dimensions `gone` is over the rows of several ranks."""
-        return self.shards.ranks > 1 and 0 in gone
+    def begun(self, p: Tensor, state: State, group: Options) -> tuple[State, Options]:
+        """State and settings for the parts: with room for what they find, and with what they know of the whole."""
+        return dict(state), {**group, "rows": p.shape[0] if p.dim() else 1, "ranks": self.shards.ranks}
 
-    def sums(self, factors: list[Tensor], dims: Dims | None) -> list[Tensor]:
-        """What `add_mean` shall add to: the factors, or zeros in place of those that `complete` adds up
-        over ranks."""
-        gone = [()] if dims is None else [dims.columns, dims.rows]
-        return [torch.zeros_like(factor) if self.crosses(of) else factor
-                for factor, of in zip(factors, gone)]
+    def part(self, method: str, p: Tensor, grad: Tensor | None, state: State, group: Options,
+             changes: Sequence[str] = (), moves: bool = False) -> Any:
+        """What this method returns, 0-dim, if anything. It `changes` these states, and the parameter if it `moves`."""
+        if group["ranks"] == 1 or not one_operator.applies(self, p, group, self.shards.largest(shape(p, group))):
+            return getattr(self, method)(p, grad, state, group)
+        if moves:
+            changes = [*changes, *(name for name in (CORRECTION,) if name in state)]
+        elif not changes:
+            changes = [one_operator.RESULT]
+            state = {**state, one_operator.RESULT: p.new_zeros((), dtype=precise(p))}
+        reads = [name for name, value in state.items() if isinstance(value, Tensor)
+                 and name != one_operator.STEP and name not in changes]
+        one_operator.apply(self, method, p, grad, state, group, changes, moves, reads)
+        return state.get(one_operator.RESULT)
 
-    def complete(self, factors: list[Tensor], sums: list[Tensor], p: Tensor) -> None:
-        """Add `sums` to the factors."""
-        for factor, part in zip(factors, sums):
-            if part is not factor:
-                factor.add_(self.shards.total(part, p))
+    def average(self, method: str, factors: Sequence[str], whole: Tensor, grad: Tensor, state: State, group: Options,
+                changes: Sequence[str] = ()) -> None:
+        """A part that adds to these averages, and `changes` other states too. A mean over the rows of several ranks
+        is then the sum of theirs."""
+        self.part(method, grad, grad, state, group, [*factors, *changes])
+        for name, gone in zip(factors, dims_gone(factored(whole.shape, group["factor_dims"]))):
+            if crosses(gone, group):
+                total, keep = self.shards.total(state[name], whole), group.get(one_operator.KEEP)
+                state[name].copy_(total if keep is None else torch.where(keep, total, state[name]))
 
-    def row_mean(self, factors: list[Tensor], dims: Dims | None, p: Tensor) -> Tensor | None:
+    def row_mean(self, factors: Sequence[str], state: State, dims: Dims | None, p: Tensor,
+                 group: Options) -> Tensor | None:
         """mean(R), None where there is no R."""
         if dims is None:
             return None
-        if not self.crosses(dims.rows):
-            return factors[0].mean(dims.rows, keepdim=True)
+        row = state[factors[0]]
+        if not crosses(dims.rows, group):
+            return row.mean(dims.rows, keepdim=True)
         count = math.prod([p.shape[d] for d in dims.rows])  # a list: Dynamo takes no generator
-        return self.shards.total(factors[0].sum(dims.rows, keepdim=True), p) / count
+        return self.shards.total(row.sum(dims.rows, keepdim=True), p) / count
 
-    def root_mean_square(self, value: Callable[[Slab | None], Tensor], pieces: list[Slab | None],
-                         p: Tensor) -> Tensor:
-        """RMS, 0-dim, of a tensor of the shape of `p` that `value` makes a slab at a time."""
-        return self.shards.total(square_sum(value, pieces), p) ** 0.5 / p.numel()**0.5
+    def root_mean_square(self, square: Tensor, p: Tensor) -> Tensor:
+        """RMS, 0-dim, of a tensor of the shape of `p`, the sum of whose squares is `square` here."""
+        return self.shards.total(square, p) ** 0.5 / p.numel()**0.5
 
     def descend(self, p: Tensor, state: State, slab: Slab | None, group: Options,
                 change: Tensor) -> None:
@@ -118,6 +140,29 @@ def factored(shape: Sequence[int], choice: Any) -> Dims | None:
     return Dims((row,), (column,))
 
 
+def dims_gone(dims: Dims | None) -> list[tuple[int, ...]]:
+    """The dimensions that each factor averages over, in their order: R and C, or V."""
+    return [()] if dims is None else [dims.columns, dims.rows]
+
+
+def crosses(gone: tuple[int, ...], group: Options) -> bool:
+    """Whether a mean over the dimensions `gone` is over the rows of several ranks."""
+    return group["ranks"] > 1 and 0 in gone
+
+
+def shape(p: Tensor, group: Options) -> tuple[int, ...]:
+    """The shape of the parameter of which `p` has some rows."""
+    return (int(group["rows"]), *p.shape[1:])
+
+
+def decayed(factors: Sequence[str], state: State, dims: Dims | None, group: Options,
+            beta: float | Tensor) -> list[Tensor]:
+    """These averages, of which `beta` is left, for `add_mean` in a part. Those over the rows of several ranks are
+    added up behind it, so each has its share. (To keep it aside would be a reader of what the part writes over.)"""
+    return [state[name].mul_(beta / group["ranks"] if crosses(gone, group) else beta)
+            for name, gone in zip(factors, dims_gone(dims))]
+
+
 def empty_factors(p: Tensor, dims: Dims, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Zeros for R and C of a parameter, or of some of its rows, on its device."""
     row, column = ([1 if d in gone else size for d, size in enumerate(p.shape)]
@@ -135,7 +180,7 @@ def add_mean(factors: Sequence[Tensor], part: Tensor, slab: Slab | None, dims: D
     if dims is None:
         cut(factors[0], slab).add_(part * weight)
         return
-    for factor, gone in zip(factors, (dims.columns, dims.rows)):
+    for factor, gone in zip(factors, dims_gone(dims)):
         count = math.prod([shape[d] for d in gone])
         cut(factor, slab).add_(part.sum(gone, keepdim=True) * (weight / count))
 

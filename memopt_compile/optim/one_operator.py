@@ -5,8 +5,8 @@ encoding of an update hold several arrays of the parameter's size in full precis
 go through it a slab at a time, as in eager: its body is the eager code, on copies that are its results,
 so that captured steps write eager's codes. `memopt::quantized_update_` needs no copies: see the pass
 `update_in_place`. It holds a few slabs, whatever the size. So are, in any width, the updates of large parameters
-by CAME and Adafactor: what their means over rows and columns are of would be there whole. Not where ranks share
-parameters: these means are then collectives of the step.
+by CAME and Adafactor: what their means over rows and columns are of would be there whole. Where ranks share
+parameters, these means are collectives of the step: then each part of the update between two is an operator.
 
 An operator takes tensors and plain numbers. A method is named by its class and itself, and has the
 signature ``(p, grad, state, group)``; settings that are tensors go beside the others, and so does the
@@ -31,14 +31,16 @@ ADD = "_add_in_slabs"  # the method that adds a gradient to those kept
 KEPT = (GRADIENT, f"{GRADIENT}_scale")
 STEP = "step"
 KEEP = "keep"  # whether there is anything to do: a setting known only as the step runs
-INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed", "factor_dims")
+RESULT = "result"  # of a method that finds a number: a state of that name
+INTEGERS = ("state_bits", "weight_bits", "gradient_bits", "rounding_seed", "factor_dims", "rows", "ranks")
 SEVERAL = ("betas", "eps", "factor_dims")  # numbers, or a word
 BITS = (8, 4, 1)  # of states: those of more would be copied whole
 LARGE = 1 << 20  # elements of a parameter: as in the pass `run_in_slabs`, which serves elementwise updates
 
 
-def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether what is done to this parameter is one operator of the step that is being captured.
+def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any], largest: int | None = None) -> bool:
+    """Whether what is done to this parameter is one operator of the step that is being captured. `largest` asks it
+    of a part between sums over ranks, which have so many elements at most: they decide alike.
 
     On a GPU the update of a parameter in full precision is fused as it is."""
     if (not torch.compiler.is_compiling() or getattr(optimizer, "ranks", 1) != 1
@@ -51,7 +53,7 @@ def applies(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> bool:
     if p.device.type != "cpu" or not by_strides.is_contiguous():
         return False
     if not (optimizer.elementwise or optimizer.shards.ranks == 1):
-        return False
+        return largest is not None and largest >= LARGE and copies_are_removed()
     whole = not optimizer.elementwise or not p.is_contiguous()  # without this each of its operators takes it whole
     if few and optimizer.formats(p, group):
         return p.is_contiguous() or copies_are_removed()
@@ -64,16 +66,17 @@ def copies_are_removed() -> bool:
 
 
 def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: dict[str, Any],
-          group: Mapping[str, Any], changes: Sequence[str] | None = None, moves: bool = True) -> None:
+          group: Mapping[str, Any], changes: Sequence[str] | None = None, moves: bool = True,
+          reads: Sequence[str] = ()) -> None:
     """``optimizer.method(p, grad, state, group)`` by the operator. It `changes` these states, by default
-    all but a kept gradient, which is read where `grad` is None; and with `moves` the parameter."""
+    all but a kept gradient, which is read where `grad` is None; and with `moves` the parameter. `reads` are others."""
     if isinstance(grad, LowPrecisionTensor) and group["gradient_bits"] == 32:
         grad = grad.dequantize()  # of an optimizer that keeps no gradients
     kept = [state[name] for name in KEPT if name in state] if grad is None else []
-    names = [name for name in changes or state if isinstance(state.get(name), Tensor)
-             and (changes or name not in (*KEPT, STEP))]
+    names = [name for name in (state if changes is None else changes) if isinstance(state.get(name), Tensor)
+             and (changes is not None or name not in (*KEPT, STEP))]
     keys, values, numbers = [], [], []
-    for name, value in [*group.items(), (STEP, state.get(STEP))]:
+    for name, value in [*group.items(), (STEP, state.get(STEP)), *((name, state[name]) for name in reads)]:
         for number in value if name in SEVERAL and isinstance(value, (tuple, list)) else [value]:
             if isinstance(number, Tensor):
                 keys.append(f"{name}*")
@@ -86,7 +89,7 @@ def apply(optimizer: Any, method: str, p: Tensor, grad: Tensor | None, state: di
     form = p.form if isinstance(p, LowPrecisionTensor) else Linear(0, 0)
     new = torch.ops.memopt.quantized_update(
         [p] if moves else [], kept if grad is None else [grad], [state[name] for name in names],
-        f"{type(optimizer).__name__} {method}", " ".join(names), " ".join(keys), values, numbers,
+        f"{type(optimizer).__name__} {method}", " ".join([*names, *reads]), " ".join(keys), values, numbers,
         [form.bits, form.block, -1 if form.seed is None else form.seed, form.first, *p.shape], p.dtype)
     for old, made in zip([p, *(state[n] for n in names)] if moves else [state[n] for n in names], new):
         old.copy_(made)
@@ -118,11 +121,14 @@ def change(parts: Sequence[Tensor], grad: Sequence[Tensor], states: Sequence[Ten
     if not group.get(KEEP, True):
         return
     found = dict(zip(names.split(), states))
-    if STEP in group:
-        found[STEP] = group.pop(STEP)
+    for name in (STEP, *names.split()[len(states):]):
+        if name in group:
+            found[name] = group.pop(name)
     if len(grad) != 1:
         found |= dict(zip(KEPT, grad))
-    getattr(optimizer, method.split()[1])(p, grad[0] if len(grad) == 1 else None, found, group)
+    result = getattr(optimizer, method.split()[1])(p, grad[0] if len(grad) == 1 else None, found, group)
+    if result is not None:
+        found[RESULT].copy_(result)
 
 
 def subject(parts: Sequence[Tensor], states: Sequence[Tensor], method: str, keys: str, values: Sequence[float],

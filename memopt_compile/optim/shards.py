@@ -7,6 +7,7 @@ parameter as a whole (a norm, the means of a factored moment) is summed up over 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ class Whole:
     def local(self, value: Tensor) -> Tensor:
         """What is here of a parameter, or of its gradient."""
         return value
+
+    def largest(self, shape: Sequence[int]) -> int:
+        """Elements of the largest part that a rank has of a parameter of this shape."""
+        return math.prod(shape)
 
     def total(self, value: Tensor, p: Tensor) -> Tensor:
         """The sum over the ranks of what each has found in its rows of `p`."""
@@ -59,6 +64,9 @@ class Rows(Whole):
         if value.placements != placed:  # a gradient that the user has put there
             value = value.redistribute(placements=placed)
         return value.to_local()
+
+    def largest(self, shape: Sequence[int]) -> int:
+        return -(-shape[0] // self.ranks) * math.prod(shape[1:]) if shape else 1
 
     def total(self, value: Tensor, p: Tensor) -> Tensor:
         if not p.dim():

@@ -63,13 +63,15 @@ def shape_of(shape: Sequence[int], slab: Slab | None) -> tuple[int, ...]:
     return (*shape[:slab.dim], slab.length, *shape[slab.dim + 1:])
 
 
-def kept(value: Callable[[Slab | None], Tensor],
+def kept(found: dict[str, Tensor], name: str, value: Callable[[Slab | None], Tensor],
          pieces: list[Slab | None]) -> Callable[[Slab | None], Tensor]:
-    """`value` made again for each use of a slab, but once where the only slab is the whole."""
+    """`value` made again for each use of a slab; but where the only slab is the whole once, to be `found` under
+    that name."""
     if len(pieces) > 1:
         return value
-    whole = value(pieces[0])
-    return lambda slab: whole
+    if name not in found:
+        found[name] = value(pieces[0])
+    return lambda slab: found[name]
 
 
 def square_sum(value: Callable[[Slab | None], Tensor], pieces: list[Slab | None]) -> Tensor:

@@ -94,3 +94,37 @@ def test_left_alone_where_the_old_value_is_wanted():
         each.run(step)
     UpdateInPlace().run(step)
     assert step.op_counts()["quantized_update"] == 1
+
+
+def squares(given, of_itself=False):
+    """The operators of a step that makes an average of squares in an array of its own, and returns `given` of both."""
+    p = torch.nn.Parameter(torch.randn(64))
+    opt = torch.optim.SGD([p], lr=0.1)
+    keys = "factor_dims=None betas betas betas eps eps micro_batches maximize state_bits rows ranks"
+
+    def train(x):
+        (x * p).square().sum().backward()
+        made = torch.zeros_like(p)
+        new, = torch.ops.memopt.quantized_update(
+            [], [made if of_itself else p.grad], [made], "CAME _average_squares", "exp_avg_sq", keys,
+            [0.9, 0.99, 0.999, 1e-30, 1e-16, 1, 0, 32, 64, 1], [], [0, 0, -1, 0, *p.shape], p.dtype)
+        opt.step()
+        opt.zero_grad()
+        return given(made, new)
+
+    step = captured(train, torch.randn(64))
+    check(step, UpdateInPlace())
+    return step.op_counts()
+
+
+def test_result_takes_the_place_of_what_nothing_else_reads():
+    assert "quantized_update" not in squares(lambda made, new: new * 2)
+
+
+@pytest.mark.parametrize("given", [lambda made, new: new + made, lambda made, new: (made, new * 2)])
+def test_not_of_what_is_read_later(given):
+    assert squares(given)["quantized_update"] == 1
+
+
+def test_not_of_what_the_operator_reads():
+    assert squares(lambda made, new: new * 2, of_itself=True)["quantized_update"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from unittest import mock
 
 import cases
 import low_precision
@@ -17,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import memopt_compile as memopt
-from memopt_compile import zero
+from memopt_compile import records, zero
 from memopt_compile.errors import OptionError
-from memopt_compile.optim import CAME, SGD, Adafactor, Adam, AdamA, AdamW
+from memopt_compile.optim import CAME, SGD, Adafactor, Adam, AdamA, AdamW, one_operator
 from memopt_compile.options import Options
 
 DOUBLE, STEPS = torch.float64, 3
@@ -81,6 +82,12 @@ KINDS = {
 FROM_ONE = [(3, torch.optim.AdamW), (2, torch.optim.AdamW), (3, AdamW), (1, SGD, 8)]
 MASTER = of(AdamW, 0.02, weight_decay=0.1, weight_bits=32)
 CAPTURED = {"came": 1, "adama": 3, "option": 2}  # and in which stage
+# In a step whose updates are operators between sums over ranks.
+PARTS = {
+    "came": (3, of(CAME, 0.02, state_bits=8, weight_decay=0.1, skip_nonfinite=True)),
+    "adafactor": (1, of(Adafactor, factor_dims="auto", skip_nonfinite=True, maximize=True)),
+}
+PARTS_OF = ((2048, 1024), (5, 3), (1, 5), (3,))  # elements
 
 
 def in_eager(rank, ranks, optimizer, micro=1, fold=False):
@@ -89,6 +96,42 @@ def in_eager(rank, ranks, optimizer, micro=1, fold=False):
     memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=3)
     step = cases.step_of(model, opt, micro, fold=fold)
     return [float(step(x, y)) for x, y in cases.batches(rank, ranks, DOUBLE, STEPS)], cases.whole(model)
+
+
+def in_parts(rank, ranks, stage, optimizer):
+    """How far parameters and states of a captured step, whose gradients are given, are from eager's after three of
+    them, the second with a gradient of one rank that is not finite. Its operators; and what it holds beside all that
+    stays, predicted and measured."""
+    found = []
+    for captured in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.ParameterList(torch.randn(*size, dtype=DOUBLE) for size in PARTS_OF)
+        opt = optimizer(model)
+        memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
+        parameters = [*model.parameters()]
+
+        def step(grads, model=model, opt=opt, parameters=parameters):
+            model[-1].sum().backward()
+            for p, grad in zip(parameters[:-1], grads):
+                p.grad = grad
+            opt.step()
+            opt.zero_grad()
+
+        run = torch.compile(step, backend="memopt", options={"zero": stage, "lowering": "eager"}) if captured else step
+        for i in range(3):
+            grads = [(p.detach() * (i + 1)).cos() for p in parameters[:-1]]
+            if i == rank == 1:
+                grads[0].to_local()[0, 0] = float("nan")
+            run(grads)
+        found.append([*cases.whole(model).values(), *(
+            s for p in parameters for s in opt.state[p].values() if torch.is_tensor(s))])
+    stays = (model, opt, grads)
+    distance = max(float((a.double() - b.double()).abs().max()) for a, b in zip(*found) if a.numel())
+    record = records.compilations(step.__code__)[-1]
+    resident = memopt.measure(lambda: None, resident=stays).resident_bytes
+    held = [record.predicted_peak_bytes, min(cases.peaks(run, [(grads,)] * 2, stays))]
+    return record.kind, distance, record.step.op_counts(), [each - resident for each in held]
 
 
 def moved(rank, ranks, dtype=torch.float32, optimizer=few_bits, state="exp_avg"):
@@ -161,6 +204,8 @@ def everything(rank, ranks):
             found[name, "captured"] = cases.trained(rank, ranks, CAPTURED[name], Few, DOUBLE, optimizer, **how)
     found |= {("master", stage): cases.trained(rank, ranks, stage, Few, torch.bfloat16, MASTER) for stage in (0, 1, 3)}
     found |= {("from one process", *how): from_one_process(rank, ranks, *how) for how in FROM_ONE}
+    with mock.patch.object(one_operator, "LARGE", 1):
+        found |= {("in parts", name): in_parts(rank, ranks, *how) for name, how in PARTS.items()}
     return {**found, "refusals": refusals(rank, ranks), "moved": moved(rank, ranks),
             "moved master": moved(rank, ranks, torch.bfloat16, MASTER, "correction"),
             "low": low_precision.everything(rank, ranks)}
@@ -205,6 +250,21 @@ def test_updates_communicate_where_their_gradient_is_scattered(pair):
     assert calls.count("all_reduce") == 5 + 1 + 1 + 1
     scatters = [i for i, name in enumerate(calls) if name.startswith("reduce_scatter")]
     assert any(scatters[0] < i < scatters[-1] for i, name in enumerate(calls) if name == "all_reduce")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_between_sums_over_ranks_are_as_in_eager(pair, name):
+    for rank in pair:
+        kind, distance, counts, _ = rank["in parts", name]
+        assert kind == "step" and distance <= 1e-12
+        assert name != "came" or counts["quantized_update_"] == 4 * len(PARTS_OF) and "quantized_update" not in counts
+
+
+def test_updates_hold_slabs(pair):
+    """Not an array of 1,048,576 elements, the rows that a rank has of the largest parameter."""
+    for rank in pair:
+        predicted, measured = rank["in parts", "came"][-1]
+        assert predicted <= 5 * 2**20 and abs(predicted - measured) <= 4096
 
 
 def test_states_are_of_the_rows(pair):
