@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from ..compat.inductor import STORE, store
 from ..compat.kernels import written_out
 from ..costs import PRODUCTS, is_library
-from ..ordering import fuses
+from ..ordering import fuses, is_random
 from ..step_graph import aliased_args, mutated_args, nbytes
 
 
@@ -56,14 +56,17 @@ def read_before_writes(graph: fx.Graph) -> None:
         into, written = write.args[:2]
         while _is_view(written):
             written = written.args[0]
-        readers = {reader for node in _computed_with(write) if node is not written and into in _computed_with(node)
-                   for reader in _readers(node, without=written)}
+        old = {into}
+        for node in sorted(_computed_with(write), key=place.__getitem__):
+            if node is not written and _passed_through(node) and not old.isdisjoint(node.all_input_nodes):
+                old.add(node)
+        readers = {reader for node in old - {into} for reader in _readers(node, without=written)}
         for reader in sorted(readers, key=place.__getitem__):
             between = nodes[place[write] + 1:place[reader] + 1]
             needed = {reader}
             for node in reversed(between):
                 needed.update(node.all_input_nodes if node in needed else ())
-            if write in needed or reader.op == "output" or any(map(mutated_args, between)):
+            if write in needed or reader.op == "output" or any(mutated_args(n) or is_random(n) for n in between):
                 continue
             for node in between:
                 if node in needed - moved:
