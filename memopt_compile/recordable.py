@@ -54,5 +54,9 @@ def obstacle(step: StepGraph, asked: bool = True, ahead: Collection[fx.Node] = (
 
 
 def _by_mask(node: fx.Node) -> bool:
-    places = node.args[1] if node.target in _PUTS else ()
-    return any(p is not None and p.meta["val"].dtype == torch.bool for p in places)
+    """Whether it writes to what a mask keeps. A single number of the host's is filled in where the mask says so, uncounted."""
+    if node.target not in _PUTS:
+        return False
+    places, value, *accumulate = node.args[1:]
+    number = value.meta["val"].numel() == 1 and value.meta["val"].device.type == "cpu" and not any(accumulate)
+    return not number and any(p is not None and p.meta["val"].dtype == torch.bool for p in places)

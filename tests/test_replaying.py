@@ -38,6 +38,11 @@ def test_a_step_of_the_device_and_numbers_can_be_recorded():
     assert obstacle(step_of(lambda w, x, rate: (w.sub_(x * rate),), WEIGHT, BATCH, RATE)) is None
 
 
+def test_a_number_is_filled_in_by_a_mask():
+    """``w[x > 0] = 0``"""
+    assert obstacle(step_of(lambda w, x: (torch.ops.aten.index_put(w, [x > 0], torch.zeros(())),), WEIGHT, BATCH)) is None
+
+
 @pytest.mark.parametrize(("function", "inputs", "reason"), [
     (lambda w, x: (w * 2, x * 2), (WEIGHT, (Role.BATCH, "cpu", (4,))), "b is on the host: move it"),
     (lambda w, n: (w * 2, n.add_(1)), (WEIGHT, (Role.STATE, "cpu", ())), "b is on the host.*capturable=True"),

@@ -68,7 +68,7 @@ class FactoredOptimizer(Optimizer):
         if group["ranks"] == 1 or not one_operator.applies(self, p, group, self.shards.largest(shape(p, group))):
             return getattr(self, method)(p, grad, state, group)
         if moves:
-            changes = [*changes, *(name for name in (CORRECTION,) if name in state)]
+            changes = [*changes, CORRECTION]  # where there is one
         elif not changes:
             changes = [one_operator.RESULT]
             state = {**state, one_operator.RESULT: p.new_zeros((), dtype=precise(p))}
