@@ -23,13 +23,12 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # read when torch is imp
 
 import pytest
 import torch._inductor.compile_fx  # noqa: F401  (what the first compilation imports)
+from forked import spare_time
 from hypothesis import settings
 
 import memopt_compile.driver  # noqa: F401
 
-gc.collect()
-gc.freeze()
-gc.set_threshold(10_000, 10, 20)
+spare_time()
 
 trace = logging.getLogger("torch.__trace")
 trace.handlers.clear()

@@ -19,6 +19,17 @@ from pathlib import Path
 IMPORTED = ["memopt_compile.driver", "torch._inductor.compile_fx"]
 
 
+def spare_time() -> None:
+    """What imports have made is not gone through for garbage again and again; and Dynamo does not measure how long the
+    guards of each graph take, for which it empties the processor's cache, a hundredth of the time of all tests."""
+    import torch._dynamo.guards as guards
+
+    guards.profile_guard_manager = lambda *_: 0.0
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 20)
+
+
 def server() -> multiprocessing.context.ForkServerContext:
     """Starts processes in which `IMPORTED` is there."""
     multiprocessing.set_forkserver_preload(IMPORTED)
@@ -42,8 +53,7 @@ def run_script(script: Path, *arguments: str, folder: Path | None = None,
 
 
 def _run(script: Path, arguments: tuple[str, ...], folder: Path, variables: dict[str, str], said: Path) -> None:
-    gc.freeze()  # as in conftest: what imports have made is not gone through again and again
-    gc.set_threshold(10_000, 10, 20)
+    spare_time()
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)

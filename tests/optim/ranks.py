@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import tempfile
 import traceback
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from forked import server
+from forked import server, spare_time
 
 
 def place(factory: Any) -> Path:
@@ -72,8 +71,7 @@ def _on_ranks(count: int, folder: Path, function: Callable, args: tuple, method:
 
 
 def _rank(rank: int, count: int, place: Path, function: Callable, args: tuple) -> None:
-    gc.freeze()  # as in conftest: what imports have made is not gone through again and again
-    gc.set_threshold(10_000, 10, 20)
+    spare_time()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}/found", rank=rank,
                             world_size=count, timeout=timedelta(minutes=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -99,6 +100,7 @@ def step_of(model: nn.Module, opt: torch.optim.Optimizer, micro: int = 1, clip: 
 
 def made(kind: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     torch._dynamo.reset()
+    gc.freeze()  # as conftest before each test: else every measurement goes through all cases before
     torch.manual_seed(0)
     return kind().to(dtype)
 
