@@ -92,11 +92,11 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     notes.begun = notes.begun or kind == "model" and _differentiable(gm)
     if kind == "step" or notes.begun:
         telling.settle(notes, whole=kind == "step")
-    folding.check(opts, kind, notes)
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
-    if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):
-        _check_budget(opts, kind, notes)  # of metrics behind the step there is nothing to keep
+    if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):  # metrics behind the step
+        folding.check(opts, kind, notes)
+        _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):
         notes.trace_again("only a whole step can be completed, and verify runs what was traced")
     lowering = _lowering(opts.lowering, _device(example_inputs))
@@ -173,6 +173,7 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
         opts = Options.from_dict(options)
         remember(notes.frame, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
                                           reason=notes.reason))
+        folding.check(opts, "model", notes)
         _check_budget(opts, "model", notes)
 
 

@@ -115,7 +115,7 @@ def check(opts: Any, kind: str, notes: Any) -> None:
     """Refuse the option in `opts` where what capture has noted of the frame does not go with it.
 
     Raises:
-        OptionError: there is no optimizer, or another option is in the way.
+        OptionError: there is no optimizer, the step is not whole, or another option is in the way.
     """
     where = "accumulate='optimizer_states'"
     if opts.accumulate == "gradients":
@@ -126,6 +126,8 @@ def check(opts: Any, kind: str, notes: Any) -> None:
     if opts.verify:
         raise OptionError("AdamA's v is not Adam's, so that the two cannot be compared",
                           where=f"verify=True, {where}", do="verify the step without accumulate")
-    if kind == "model" and not (notes.reason or notes.resumed):
-        raise OptionError("the compiled function has no optimizer in it", where=where,
-                          do="compile the whole step: forward, backward() and opt.step()")
+    if kind == "model":
+        raise OptionError(f"the states cannot take in gradients: {notes.reason}" if notes.reason else
+                          "the compiled function has no optimizer in it", where=where,
+                          do="compile the whole step (forward, backward() and opt.step()) so that it is captured in one "
+                          "graph, or leave accumulate out")

@@ -129,6 +129,9 @@ def _whole(step: StepGraph, node: fx.Node) -> OptionError:
         return _refusal("the step begins with gradients of an earlier call", node,
                         "call opt.zero_grad() behind opt.step()")
     maker = node.args[0] if node.target is operator.getitem else node
+    if maker.target is aten.zero.default:
+        return _refusal("the step keeps its gradients from call to call", node,
+                        "call opt.zero_grad() without set_to_none=False, behind opt.step()")
     return _refusal(f"the gradients of several micro-batches are used together, by {op_name(maker)}",
                     node, "to clip, use memopt.optim.AdamW(.., max_norm=..), which clips each "
                     "parameter's gradient of each micro-batch; make other changes to the gradients of "

@@ -26,6 +26,7 @@ from .factors import (
     shape,
 )
 from .low_bit import precise, read_weight
+from .settings import two_eps
 from .slabs import Slab, cut, kept, square_sum
 
 WEIGHT = "weight"  # the parameter, where it is read only
@@ -60,7 +61,7 @@ class Adafactor(FactoredOptimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_at_least(group, "d", 1)
-        eps1, eps2 = group["eps"]
+        eps1, eps2 = two_eps(self, group)
         if not (group["beta2_decay"] <= 0 and eps2 >= 0 and (eps1 is None or eps1 >= 0)):
             raise self.error(f"beta2_decay is {group['beta2_decay']}, eps is {group['eps']}",
                              "choose beta2_decay of at most 0 and eps of at least 0")

@@ -43,6 +43,7 @@ from .factors import (
     shape,
 )
 from .low_bit import precise, read, write
+from .settings import two_eps
 from .slabs import Slab, cut, kept, square_sum
 
 SQUARES, RESIDUALS = "exp_avg_sq", "exp_avg_res"
@@ -90,7 +91,7 @@ class CAME(Accumulating, FactoredOptimizer):
         super().check(group)
         self.check_betas(group, 3)
         self.check_at_least(group, "micro_batches", 1)
-        eps1, eps2 = group["eps"]
+        eps1, eps2 = two_eps(self, group)
         if not (eps1 >= 0 and eps2 >= 0 and group["clip_threshold"] > 0):
             raise self.error(
                 f"eps is {group['eps']}, clip_threshold is {group['clip_threshold']}",

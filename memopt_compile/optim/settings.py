@@ -45,3 +45,11 @@ def check_common(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         raise optimizer.error(f"lr has {lr.numel()} elements", "give a number or a tensor of one")
     optimizer.check_at_least(group, "lr", 0)
     optimizer.check_at_least(group, "weight_decay", 0)
+
+
+def two_eps(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """ε₁ and ε₂ of an optimizer that factors: what Adam calls `eps` is one number."""
+    eps = group["eps"]
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise optimizer.error(f"eps is {eps}", "give two numbers, ε₁ of squared gradients and ε₂, or leave it out")
+    return eps[0], eps[1]

@@ -261,6 +261,13 @@ def test_moments_out_of_range(kind, bad):
         kind(parameters(), **bad)
 
 
+@pytest.mark.parametrize("kind", [optim.CAME, optim.Adafactor])
+@pytest.mark.parametrize("bad", [1e-8, (1e-8,), (-1.0, 0.0)])
+def test_two_eps(kind, bad):
+    with pytest.raises(OptimizerError, match="eps is"):
+        kind(parameters(), lr=0.1, eps=bad)
+
+
 @pytest.mark.parametrize("bad", [{"momentum": -0.1}, {"nesterov": True},
                                  {"nesterov": True, "momentum": 0.9, "dampening": 0.1}])
 def test_momentum_out_of_range(bad):

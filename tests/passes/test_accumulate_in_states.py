@@ -67,7 +67,7 @@ def layers(dtype=torch.float64, count=LAYERS):
 
 
 def training(optimizer=torch.optim.AdamW, end=lambda model: None, zero_first=False, count=LAYERS,
-             **settings):
+             set_to_none=True, **settings):
     """A model of `count` layers, and a step on it in micro-batches with the optimizer of `settings`."""
     model = layers(count=count)
     opt = optimizer(model.parameters(), lr=0.01, **settings)
@@ -83,7 +83,7 @@ def training(optimizer=torch.optim.AdamW, end=lambda model: None, zero_first=Fal
         end(model)
         opt.step()
         if not zero_first:
-            opt.zero_grad()
+            opt.zero_grad(set_to_none)
         return total
 
     return model, opt, step
@@ -236,12 +236,23 @@ def test_optimizers_that_cannot_are_refused(optimizer, settings, words):
 @pytest.mark.parametrize("settings, words", [
     ({"end": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)}, "several micro-batches"),
     ({"zero_first": True}, "behind opt.step"),
+    ({"set_to_none": False}, "from call to call.*\n.*\n.*without set_to_none=False"),
 ])
 def test_gradients_needed_whole_are_refused(settings, words):
     _, _, step = training(**settings)
     with pytest.raises(OptionError, match=words) as caught:
         accumulating(step)(*batches(1)[0])
     assert "test_accumulate_in_states.py" in caught.value.where
+
+
+def test_a_step_that_is_not_whole_is_refused():
+    """With the line that cuts it, by whichever of its frames is compiled first."""
+    model, _, step = training()
+    model[0].weight.register_hook(lambda grad: 2 * grad)
+    torch._dynamo.reset()
+    with pytest.raises(OptionError, match="cannot take in gradients: .*a gradient hook"):
+        torch.compile(step, backend="memopt", options={
+            "accumulate": "optimizer_states", "lowering": "eager"})(*batches(1)[0])
 
 
 def test_verify_is_refused():
