@@ -46,6 +46,12 @@ class Accumulating(Optimizer):
         to `step`, also where no gradient is left or the last is not finite; else it unscales all there is."""
         return any("folded" in state for state in self.state.values())
 
+    def check(self, group: Options) -> None:
+        super().check(group)
+        n = group.get("micro_batches", 1)
+        if not (n >= 1 and n % 1 == 0):
+            raise self.error(f"micro_batches is {n}", "choose a whole number of at least 1")
+
     def refuse_scaler(self) -> None:
         """For `_step`, before it changes anything."""
         if self.found_inf is None:

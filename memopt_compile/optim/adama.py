@@ -75,7 +75,6 @@ class AdamA(Accumulating, AdamW):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_at_least(group, "v_scale", 1)
-        self.check_at_least(group, "micro_batches", 1)
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             raise self.error("weight decay added to gradients cannot be accumulated",
                              "use decoupled weight decay, as AdamW does")

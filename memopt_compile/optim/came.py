@@ -90,7 +90,6 @@ class CAME(Accumulating, FactoredOptimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_betas(group, 3)
-        self.check_at_least(group, "micro_batches", 1)
         eps1, eps2 = two_eps(self, group)
         if not (eps1 >= 0 and eps2 >= 0 and group["clip_threshold"] > 0):
             raise self.error(

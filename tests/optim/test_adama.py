@@ -229,7 +229,8 @@ def test_skips_a_micro_batch_that_is_not_finite():
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"micro_batches": 0}, "micro_batches is 0"), ({"betas": (0.9, 1.0)}, "betas are"),
+    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"micro_batches": 0}, "micro_batches is 0"),
+    ({"micro_batches": 2.5}, "micro_batches is 2.5"), ({"betas": (0.9, 1.0)}, "betas are"),
     ({"fused": True}, "fused=True")])
 def test_refuses(bad, message):
     with pytest.raises(OptimizerError, match=message):
