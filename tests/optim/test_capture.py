@@ -300,7 +300,7 @@ def test_large_updates_hold_slabs_and_equal_eager(kind, bits, weight_bits, all_l
 def test_gradients_are_freed_in_their_micro_batch(kind, kept, n):
     """Compiled: states stay in place, and each fold is beside its backward. A gradient is alive then, and
     CAME's update of the same size."""
-    width, layers = 128, 8
+    width, layers = 128, 4
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     opt = getattr(memopt.optim, kind)(model.parameters(), lr=1e-3)
 
