@@ -130,4 +130,4 @@ def check(opts: Any, kind: str, notes: Any) -> None:
         raise OptionError(f"the states cannot take in gradients: {notes.reason}" if notes.reason else
                           "the compiled function has no optimizer in it", where=where,
                           do="compile the whole step (forward, backward() and opt.step()) so that it is captured in one "
-                          "graph, or leave accumulate out")
+                          "graph (what cuts one is in the log, as 'not captured whole'), or leave accumulate out")
