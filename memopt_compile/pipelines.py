@@ -123,6 +123,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (free and options.recompute, SplitLiveRanges),
         # Codes are written where they are.
         (True, UpdateInPlace),
+        # Where gradients are added up in place and updates run in slabs, no plan has to find room for more.
+        (held and eager, partial(ReuseBuffers, of_gradients=True)),
+        (held and eager, RunInSlabs),
         # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
         # runs twice for that.
         (held and not eager, partial(ChunkLogits, limit_bytes)),
@@ -289,20 +292,14 @@ def peak_of(found: tuple[StepGraph, Sequence[PassRecord]]) -> int:
     return resident_bytes(found[0]) + found[1][-1].peak_after
 
 
-def behind_compression(options: Options, lowering: str, limit_bytes: int,
-                       device: torch.device) -> tuple[StepPass, ...]:
+def behind_compression(options: Options, lowering: str, limit_bytes: int, device: torch.device) -> tuple[StepPass, ...]:
     """Those of the `default` passes that follow `Compress`."""
     passes = default(options, lowering, limit_bytes, device)
     return passes[[type(each) for each in passes].index(Compress) + 1:]
 
 
-def run(
-    step: StepGraph,
-    passes: Sequence[StepPass],
-    costs: Any = None,
-    workspace: Workspace | None = None,
-    observe: Observer | None = None,
-) -> tuple[PassRecord, ...]:
+def run(step: StepGraph, passes: Sequence[StepPass], costs: Any = None, workspace: Workspace | None = None,
+        observe: Observer | None = None) -> tuple[PassRecord, ...]:
     """Run `passes` over `step` in place, verifying it before the first and after each.
 
     `observe` is called with the name of each pass that has run, and the step.

@@ -18,6 +18,7 @@ runs on the same values. The numbered rules are cited in the code.
 6. A ``copy_`` of a value onto the place where it already is goes.
 7. ``addmm`` takes the buffer of what it adds its product to, and no other; ``index_add``, ``index_put`` and
    the scatters that of what they write to. No other operand may live there.
+8. `of_gradients` only: sums and updates of gradients that are complete, not what passes still have to recognize.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from memopt_compile.checks import is_check
 from memopt_compile.collectives import is_collective, readers
 from memopt_compile.compat.sizes import polynomial
 from memopt_compile.lowering.writing import writing_form
-from memopt_compile.step_graph import StepGraph, mutated_args, op_name, same_bytes, storage_roots
+from memopt_compile.step_graph import (
+    Phase,
+    StepGraph,
+    mutated_args,
+    op_name,
+    same_bytes,
+    storage_roots,
+)
 from memopt_compile.step_pass import StepPass
 
 aten = torch.ops.aten
@@ -107,6 +115,7 @@ HIDDEN_VIEWS = (
 @dataclass(frozen=True)
 class ReuseBuffers(StepPass):
     name: ClassVar[str] = "reuse_buffers"
+    of_gradients: bool = False
 
     def requires(self, step: StepGraph) -> str | None:
         hidden = next((n for n in step.computing() if n.target in HIDDEN_VIEWS), None)
@@ -120,6 +129,9 @@ class ReuseBuffers(StepPass):
         _split_fma(step)
         buffers = _Buffers(step)
         for node in list(step.computing()):
+            if self.of_gradients and step.phase(node) is not Phase.UPDATE and step.gradients.keys().isdisjoint(
+                    (node, *node.all_input_nodes)):
+                continue
             if node.target is aten.copy_.default:
                 buffers.write_back(step, node)
             elif _is_pointwise(node) or node.target in INTO_THE_FIRST:

@@ -377,3 +377,24 @@ def test_a_budget():
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
     (record,) = [p for p in report.passes if p.name == "chunk_logits"]
     assert dict(record.op_changes)["nll_loss_forward"] > 0
+
+
+def test_the_update_of_a_large_embedding_is_not_in_the_way_of_a_plan():
+    """Its two gradients are added up in place and its update runs in slabs: what is left are the logits, to be cut."""
+    embedding, layer = nn.Embedding(4096, 256), nn.Linear(256, 256)
+    opt = torch.optim.AdamW([*embedding.parameters(), *layer.parameters()])
+
+    def step(x, y):
+        loss = F.cross_entropy(F.linear(F.gelu(layer(embedding(x))), embedding.weight), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    args = torch.randint(4096, (2, 1536))
+    resident = memopt.explain(step, *args, lowering="eager").resident_bytes
+    fast = memopt.compile(step, lowering="eager", memory_budget=resident + 3 * embedding.weight.nbytes)
+    fast(*args)
+    report = memopt.report(fast)
+    assert report.predicted_peak_bytes == report.measured_peak_bytes <= report.budget_bytes
+    assert "chunk_logits" in {p.name for p in report.passes if p.op_changes}

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from graphs import by_hand, captured, check, mlp, training_step, values_for
+from graphs import by_hand, captured, check, gradient, mlp, seed, training_step, values_for
 from torch.nn import functional as F
 
 from memopt_compile.backends import eager
@@ -217,6 +217,45 @@ def test_nothing_to_do():
     text = step.text()
     check(step, ReuseBuffers())
     assert step.text() == text
+
+
+def test_of_gradients():
+    """They are added up, and states are written, where they are; the rest is left as it is."""
+    def update(p, m, x):
+        loss = torch.exp(torch.mm(x, p) * 2)
+        there = seed(loss) * loss
+        total = gradient(torch.mm(x.t(), there) + torch.mm(x.t(), there * 3))
+        new_m = m * 0.9 + total
+        m.copy_(new_m)
+        p.copy_(p - new_m)
+
+    step = by_hand(update, ("p", doubles(4, 4)), ("s", doubles(4, 4)), ("x", doubles(2, 4)))
+    check(step, Canonicalize(), ReuseBuffers(of_gradients=True))
+    assert (
+        step.text()
+        == """\
+p0: f64[4, 4]  # parameter trained
+s0: f64[4, 4]  # state
+x0: f64[2, 4]  # batch
+forward:
+  mm_0: f64[2, 4] = mm(x0, p0)
+  mul_0: f64[2, 4] = mul(mm_0, 2)
+  exp_0: f64[2, 4] = exp(mul_0)
+backward:
+  full_0: f64[2, 4] = full([2, 4], 1, device=cpu, dtype=torch.float64, pin_memory=False)
+  mul_1: f64[2, 4] = mul(full_0, exp_0)
+  t_0: f64[4, 2] = t(x0)
+  mm_1: f64[4, 4] = mm(t_0, mul_1)
+  mul_2: f64[2, 4] = mul(mul_1, 3)
+  mm_2: f64[4, 4] = mm(t_0, mul_2)
+  add_0: f64[4, 4] = add_(mm_1, mm_2)
+update:
+  mul_3: f64[4, 4] = mul_(s0, 0.9)
+  add_1: f64[4, 4] = add_(mul_3, add_0)
+  sub_0: f64[4, 4] = sub_(p0, add_1)
+return None
+"""
+    )
 
 
 def test_a_piece_that_is_still_needed_keeps_the_whole():
