@@ -14,7 +14,7 @@ from . import (
     data_sizes,
 )
 from .metadata import correct_types
-from .step_graph import Input, Phase, Role, StepGraph, nbytes
+from .step_graph import Input, Phase, Role, StepGraph, each_nbytes
 
 SEED = torch.ops.memopt.seed.default
 GRADIENT = torch.ops.memopt.gradient.default
@@ -62,15 +62,16 @@ def step_graph(module: fx.GraphModule, origin: Sequence[tuple[str, Any, bool]],
         data_sizes.check_squeezes(module, "val")
         data_sizes.note_limits(module.graph)
     inputs = []
-    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+    nodes = module.graph.find_nodes(op="placeholder")
+    sizes = each_nbytes(node.meta.get("val") for node in nodes)
+    for position, (node, size) in enumerate(zip(nodes, sizes)):
         index = compat.input_descriptor_index(node)
         index = position if index is None else index
         label, example, trained = origin[index] if index < len(origin) else (node.name, None, False)
         value = node.meta.get("val")
         # The mesh of a DTensor is an input beside the tensor inside it.
         role = role_of(label, example, trained) if isinstance(value, Tensor) else Role.NUMBER
-        inputs.append(Input(node.name, role, label, nbytes(value),
-                            trained and isinstance(value, Tensor)))
+        inputs.append(Input(node.name, role, label, size, trained and isinstance(value, Tensor)))
     step = StepGraph(module, tuple(inputs), kind=kind)
     correct_types(module.graph)
     step.phases = _phases(module.graph)

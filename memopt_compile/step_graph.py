@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """One graph input: `label` is the user's expression for it, `nbytes` its storage."""
+    """One graph input: `label` is the user's expression for it, `nbytes` its storage, if no input before shows that."""
 
     name: str
     role: Role
@@ -331,6 +331,20 @@ def nbytes(value: Any, number: Callable[[Any], Any] = hinted) -> Any:
     if isinstance(value, (tuple, list)):
         return sum(nbytes(v, number) for v in value)
     return 0
+
+
+def each_nbytes(values: Iterable[Any], number: Callable[[Any], Any] = hinted) -> list[Any]:
+    """`nbytes` of each; of values that show the same storage the first has all of it, and the others none."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        size = nbytes(value, number)
+        if size != 0:
+            storage = value.untyped_storage()._cdata
+            size = 0 if storage in seen else size
+            seen.add(storage)
+        found.append(size)
+    return found
 
 
 def same_bytes(a: fx.Node, b: fx.Node) -> bool:

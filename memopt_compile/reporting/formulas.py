@@ -16,7 +16,7 @@ from ..compat.sizes import at_most, polynomial, symbols_of_data
 from ..compat.trace import hinted
 from ..errors import OptionError
 from ..liveness import lifetimes, live_bytes
-from ..step_graph import StepGraph, nbytes
+from ..step_graph import StepGraph, each_nbytes
 
 
 def peak_formula(step: StepGraph) -> sympy.Expr:
@@ -30,7 +30,7 @@ def peak_formula(step: StepGraph) -> sympy.Expr:
     highest = _highest({sympy.expand(p) for p in points} or {sympy.Integer(0)})
     # Unevaluated, since sympy would compare each with each, which takes minutes for a few hundred.
     peak = sympy.Max(*highest, evaluate=False) if highest[1:] else highest[0]
-    return sum(nbytes(p.meta.get("val"), polynomial) for p in step.placeholders) + peak
+    return sum(each_nbytes((p.meta.get("val") for p in step.placeholders), polynomial)) + peak
 
 
 def _highest(points: set[sympy.Expr]) -> list[sympy.Expr]:
