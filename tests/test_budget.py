@@ -91,7 +91,7 @@ def test_metrics_behind_the_step():
     assert report.kind == "step" and report.plan and report.measured_peak_bytes <= budget
 
 
-def test_a_backward_in_another_graph_than_its_forward_is_refused():
+def test_a_backward_in_another_graph_than_its_forward_is_refused(caplog):
     step, args, model = make(layers=1)
 
     def twice(x, y):
@@ -103,6 +103,7 @@ def test_a_backward_in_another_graph_than_its_forward_is_refused():
     fast = memopt.compile(twice, lowering="eager", memory_budget="1GiB")
     with pytest.raises(memopt.OptionError, match="budget cannot be kept"):
         fast(*args)
+    assert "memory_budget is for a whole step. Remedy: " in caplog.text and "right numbers" not in caplog.text
 
 
 def between(report, share):

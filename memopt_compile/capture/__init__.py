@@ -81,6 +81,7 @@ class Notes:
     replaced_at_checks: list[frozenset[str]] = field(default_factory=list)  # whose gradients were, by then
     left: bool = False  # to Python: nothing of the frame is compiled
     folds: bool = False  # accumulate="optimizer_states"
+    needs: str = ""  # an option that is refused where the step is not whole
     eager: bool = False  # lowering="eager"
     refusal: MemoptError | None = None
 
@@ -338,12 +339,14 @@ def scope(step: Any, code: Any, options: Any = None,
           left: Callable[[Any, Notes], None] = lambda options, notes: None) -> Iterator[Notes]:
     """Trace a frame of `step` for whole-step capture. `left` is told of one that Dynamo leaves to Python, and may refuse."""
     global _notes
+    given = options or {}
     outer, _notes = _notes, Notes(
         frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
         resumed=code.co_name.startswith("torch_dynamo_resume_in_"), stepped=step in telling.stepped,
-        folds=(options or {}).get("accumulate") == "optimizer_states",
-        eager=(options or {}).get("lowering") == "eager",
-        checks=not (options or {}).get("zero"))  # the others would wait for the rank whose check fails
+        folds=given.get("accumulate") == "optimizer_states", eager=given.get("lowering") == "eager",
+        needs="memory_budget" if given.get("memory_budget") is not None else "accumulate" if given.get(
+            "accumulate", "gradients") != "gradients" else "",
+        checks=not given.get("zero"))  # the others would wait for the rank whose check fails
     if not _FORMS:
         _FORMS.update({**torch_optim.single_tensor_forms(), **functions.FORMS})
     if "torch.distributed.tensor" in sys.modules:

@@ -67,8 +67,9 @@ def tell(notes: Any, where: str, cause: str, remedy: str) -> None:
     notes.reason = notes.reason or f"{where}: {cause}"
     if notes.step not in _told:
         _told.add(notes.step)
-        log.warning("%s: not captured whole: %s. It runs by the ordinary path, with right "
-                    "numbers and without memopt's savings. Remedy: %s", where, cause, remedy)
+        then = (f"{notes.needs} is for a whole step" if notes.needs else
+                "It runs by the ordinary path, with right numbers and without memopt's savings")
+        log.warning("%s: not captured whole: %s. %s. Remedy: %s", where, cause, then, remedy)
 
 
 def tell_of_break(notes: Any, error: Any, cause: str = "", remedy: str = "") -> None:
