@@ -94,7 +94,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         telling.settle(notes, whole=kind == "step")
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
-    if not (notes.resumed and notes.step in telling.stepped and not _differentiable(gm)):  # metrics behind the step
+    metrics = notes.resumed and notes.step in telling.stepped and not _differentiable(gm)  # behind the step
+    if kind == "step" or not (metrics or telling.may_follow(notes)):
         folding.check(opts, kind, notes)
         _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):

@@ -57,6 +57,46 @@ def test_offload_on_the_cpu_is_refused():
         step(*batch)
 
 
+def prepared(again: bool, compiled: dict | None):
+    """The model after three steps that print what they make of the batch first, and `again` behind the forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        x = x / x.std()
+        print("largest", x.max().item())
+        loss = F.cross_entropy(model(x), y)
+        if again:
+            print("loss", loss)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    fast = step if compiled is None else memopt.compile(step, lowering="eager", **compiled)
+    for _ in range(3):
+        fast(torch.randn(64, 8).double(), torch.randint(3, (64,)))
+    return fast, list(model.parameters())
+
+
+WHOLE_ONLY = [{"memory_budget": "64KiB"}, {"accumulate": "optimizer_states"}]
+
+
+@pytest.mark.parametrize("options", WHOLE_ONLY, ids=str)
+def test_the_step_may_follow_a_graph_that_ends_before_it(options):
+    fast, parameters = prepared(False, options)
+    report = memopt.report(fast)
+    assert report.kind == "step" and report.predicted_peak_bytes == report.measured_peak_bytes
+    torch.testing.assert_close(parameters, prepared(False, None)[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", WHOLE_ONLY, ids=str)
+def test_what_follows_it_is_whole_or_refused(options):
+    with pytest.raises(memopt.OptionError, match="test_driver.py:.*print"):
+        prepared(True, options)
+
+
 def test_mode_is_refused():
     with pytest.raises(memopt.OptionError, match="mode"):
         torch.compile(lambda x: x + 1, backend="memopt", mode="reduce-overhead")(torch.ones(2))

@@ -118,6 +118,11 @@ def put_off(notes: Any, error: Any) -> None:
         _unsaid.setdefault(notes.step, (line, *breaks.break_reason(error)))
 
 
+def may_follow(notes: Any) -> bool:
+    """Whether the graph being compiled ends before the forward of a step that may yet be whole."""
+    return notes.step in _unsaid and not notes.begun
+
+
 def settle(notes: Any, whole: bool) -> None:
     """The frame being traced is known to be a `whole` step, or a part of one that is not."""
     unsaid = _unsaid.pop(notes.step, None)
