@@ -95,7 +95,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
     metrics = notes.resumed and notes.step in telling.stepped and not _differentiable(gm)  # behind the step
-    if kind == "step" or not (metrics or telling.may_follow(notes)):
+    before = notes.to_come and not notes.begun and not any(  # of the batch alone
+        isinstance(given, torch.Tensor) and given.requires_grad for _, given, _ in build.dynamo_inputs(gm))
+    if kind == "step" or not (metrics or before):
         folding.check(opts, kind, notes)
         _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):

@@ -97,6 +97,33 @@ def test_what_follows_it_is_whole_or_refused(options):
         prepared(True, options)
 
 
+def tried(model, opt, x, y):
+    """torch goes on behind the line that cuts this, but in Python."""
+    x = x / x.std()
+    try:
+        print("largest", x.max().item())
+        F.cross_entropy(model(x), y).backward()
+    finally:
+        opt.step()
+
+
+def evaluated(model, opt, x, y):
+    with torch.no_grad():
+        loss = F.cross_entropy(model(x), y)
+    print("loss", loss.item())
+
+
+@pytest.mark.parametrize("options", WHOLE_ONLY, ids=str)
+@pytest.mark.parametrize("step", [tried, evaluated])
+def test_no_step_follows_it(step, options):
+    model = nn.Linear(8, 3)
+    opt = torch.optim.AdamW(model.parameters())
+    before = model.weight.clone()
+    with pytest.raises(memopt.OptionError, match="compiled function"):
+        memopt.compile(step, lowering="eager", **options)(model, opt, torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(model.weight, before) and model.weight.grad is None
+
+
 def test_mode_is_refused():
     with pytest.raises(memopt.OptionError, match="mode"):
         torch.compile(lambda x: x + 1, backend="memopt", mode="reduce-overhead")(torch.ones(2))

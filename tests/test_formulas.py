@@ -24,10 +24,7 @@ models = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(models)
 
 
-def captured(batch: int, dynamic: bool):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 4))
+def step_of(model: nn.Module):
     opt = torch.optim.AdamW(model.parameters())
 
     def step(x, y):
@@ -37,6 +34,13 @@ def captured(batch: int, dynamic: bool):
         opt.zero_grad()
         return loss
 
+    return step
+
+
+def captured(batch: int, dynamic: bool):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    step = step_of(nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 4)))
     x, y = torch.randn(batch, 6), torch.randint(4, (batch,))
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
@@ -149,15 +153,7 @@ def test_inputs_that_share_a_storage_have_it_once(batch, change):
     torch._dynamo.reset()
     model = nn.Sequential(nn.Embedding(65, 32), nn.Linear(32, 65))
     change(model)
-    opt = torch.optim.AdamW(model.parameters())
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
+    step = step_of(model)
     compiled = memopt.compile(step, lowering="eager")
     compiled(*batch())
     report = memopt.report(compiled)

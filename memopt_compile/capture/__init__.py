@@ -65,6 +65,7 @@ class Notes:
     resumed: bool = False
     stepped: bool = False  # another frame was a whole step
     begun: bool = False  # its graph is differentiated outside
+    to_come: bool = False  # its graph ends before the forward, and what follows is traced too
     again: bool = False  # its trace came to nothing, and another follows
     reason: str | None = None
     backwards: int = 0

@@ -94,6 +94,7 @@ def tell_where_it_ends(notes: Any, output: Any, error: Any) -> None:
         tell_of_break(notes, error)
     elif to_come and not begun:
         put_off(notes, error)
+        notes.to_come = breaks.can_end(output)
 
 
 def tell_of_the_limit(notes: Any) -> None:
@@ -116,11 +117,6 @@ def put_off(notes: Any, error: Any) -> None:
     """Have `settle` tell of this break, if it has to be."""
     if line := _line(error):
         _unsaid.setdefault(notes.step, (line, *breaks.break_reason(error)))
-
-
-def may_follow(notes: Any) -> bool:
-    """Whether the graph being compiled ends before the forward of a step that may yet be whole."""
-    return notes.step in _unsaid and not notes.begun
 
 
 def settle(notes: Any, whole: bool) -> None:
