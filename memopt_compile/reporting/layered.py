@@ -3,26 +3,30 @@
 Tracing takes seconds a layer, and layers that are equal teach nothing new:
 
 1. Between its forward and its backward every layer holds the same bytes, s, and behind its backward the
-   same again, g (gradients that wait, for the norm of all, say). What else is alive belongs to the one
-   layer that runs or to none. So the bytes at any moment are c + i·s + j·g with i + j layers, and the
-   peak of a step of L layers is the highest of some lines in L. It can get steeper up to max(s, g),
-   and once it is that steep it is one line for all depths.
-2. Steps of three depths are planned. Resident bytes and the peak have to grow evenly, by category,
-   and the peak beyond the inputs by max(s, g): s and g are how much more is alive at the end of forward
-   and of backward in a model that is one layer deeper.
-3. Otherwise there is no plan: layers are not alike, or the depths are too small.
+   same again, g (gradients that wait, for the norm of all, say). So it does ahead of its forward, f, and
+   of its backward, b beside s: small parameters that ranks gather for many layers at once. What else is
+   alive belongs to the one layer that runs or to none. So the bytes at any moment of forward are
+   c + i·f + j·s with i + j layers, of backward c + i·(s + b) + j·g, which is highest in the first or the
+   last layer of either, and there is one line in the number of layers.
+2. Steps of three depths are planned. Resident bytes and the peak have to grow evenly, by category. The lines
+   of other moments are known from two depths: both have the same operators at the beginnings and ends of
+   their last forward and backward. The peak is the same moment for all depths at which none of them is higher.
+3. Otherwise there is no plan: layers are not alike, or the depths are too small. Nor is there one where a
+   bucket of small tensors, which has room for so many bytes, is full before the last layer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from typing import Any
 
 from tabulate import tabulate
 
 from ..errors import CaptureError, OptionError
+from ..liveness import Point
 from ..options import format_bytes
 from ..records import Compilation
 from ..step_graph import Phase
@@ -90,15 +94,24 @@ def explain_layers(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]
     records = [_planned(make, depth, options) for depth in depths]
     reports = {depth: Report.of(record) for depth, record in zip(depths, records)}
     growth = [_growth(a, b) for a, b in zip(list(reports.values()), list(reports.values())[1:])]
-    a_layer, peaks = growth[-1], [r.after.transient_peak_bytes for r in records]
-    steepest = max(_alive_at_end(records[-1], phase) - _alive_at_end(records[-2], phase)
-                   for phase in (Phase.FORWARD, Phase.BACKWARD))
-    if growth[0] != a_layer or peaks[-1] - peaks[-2] != steepest:  # rule 3
+    a_layer, more, where_to = growth[-1], layers - depths[-1], {
+        "where": where, "do": "choose deeper ones if all layers are alike, or plan the whole step by memopt.explain"}
+    if growth[0] != a_layer:  # rule 3
+        raise OptionError(f"the peak does not grow as layers do: by {_listed(growth[0])} and then by "
+                          f"{_listed(a_layer)}", **where_to)
+    shallow, deep = (r.after.transient_peak_bytes for r in records[-2:])
+    peak = deep + more * (deep - shallow)
+    higher = max(live + more * (live - less) for less, live in _moments(*records[-2:], depths[-2]))
+    if higher > peak:
         raise OptionError(
-            f"the peak does not grow as layers do: by {_listed(growth[0])} and then by {_listed(a_layer)}, "
-            f"where a layer leaves {format_bytes(steepest)} alive", where=where,
-            do="choose deeper ones if all layers are alike, or plan the whole step by memopt.explain")
-    last, more = reports[depths[-1]], layers - depths[-1]
+            f"with {layers} layers the peak is not where it is with {depths[-1]}: there it would be "
+            f"{format_bytes(peak)} beyond the inputs, and elsewhere {format_bytes(higher)}", **where_to)
+    ahead, room = a_layer.get("gathered parameters", 0), records[-1].step.bucket_bytes
+    if ahead and (layers + 1) * ahead > room:  # with what travels beside that of the layers
+        raise OptionError(
+            f"small parameters travel together up to {format_bytes(room)}, and {layers} layers have "
+            f"{format_bytes(ahead)} each", where=where, do="plan the whole step by memopt.explain")
+    last = reports[depths[-1]]
     at_peak = {name: size + more * a_layer[name] for name, size in last.memory.at_peak.items()}
     inputs, before = (sum(reports[depth].inputs.values()) for depth in (depths[-1], depths[-2]))
     resident = inputs + more * (inputs - before)  # gradients that are none of the inputs are at the peak
@@ -115,9 +128,27 @@ def _planned(make: Callable[[int], tuple], depth: int, options: dict[str, Any]) 
     return record
 
 
-def _alive_at_end(record: Compilation, phase: Phase) -> int:
-    """Rule 2: bytes beyond the inputs when the last operator of a phase runs."""
-    return next((p.live_bytes for p in reversed(record.after.points) if p.phase is phase), 0)
+def _turns(record: Compilation) -> list[list[Point]]:
+    """The last forward of a step, and the backward behind it."""
+    points = [p for p in record.after.points if p.phase is not Phase.UPDATE]
+    turns = [list(turn) for _, turn in groupby(points, key=lambda p: p.phase)]
+    return turns[-2:]
+
+
+def _moments(shallow: Compilation, deep: Compilation, depth: int) -> Iterator[tuple[int, int]]:
+    """Rule 2: live bytes at the same operators of models of `depth` layers and of one more.
+
+    The turns begin alike up to their last layer (whose input needs no gradient, for one), and so they end.
+    """
+    for less, more in zip(_turns(shallow), _turns(deep)):
+        alike = (depth - 1) * (len(more) - len(less))
+        for a, b in ((less, more), (less[::-1], more[::-1])):
+            yield a[0].live_bytes, b[0].live_bytes
+            yield from ((p.live_bytes, q.live_bytes) for p, q in takewhile(_same_operator, zip(a[:alike], b)))
+
+
+def _same_operator(pair: tuple[Point, Point]) -> bool:
+    return pair[0].node.target is pair[1].node.target
 
 
 def _growth(shallow: Report, deep: Report) -> dict[str, int]:

@@ -91,16 +91,18 @@ def peaks(given: argparse.Namespace) -> None:
             if given.whole:
                 step, args = made(given.layers)
                 plan = memopt.explain(step, *args, zero=given.stage, lowering=given.lowering)
+                at_peak = plan.memory.at_peak
             else:
                 plan = memopt.explain_layers(made, given.layers, zero=given.stage, lowering=given.lowering)
-        by_category = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.at_peak.items() if size)
+                at_peak = plan.at_peak
+        by_category = ", ".join(f"{name} {format_bytes(size)}" for name, size in at_peak.items() if size)
         print(f"{ranks:,} ranks, stage {given.stage}: {plan.predicted_peak_bytes:,} bytes "
               f"({by_category}); {time.perf_counter() - start:.1f} s, of which the processor "
               f"{time.process_time() - processor:.1f} s", flush=True)
         print(plan)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Plan a Llama of 70 billion parameters for many ranks.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
@@ -111,7 +113,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--resident", action="store_true")
     parser.add_argument("--master", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     (resident if given.resident else peaks)(given)
 
 

@@ -11,25 +11,31 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_compile as memopt
 from memopt_compile.errors import OptionError
+from tests.zero import plan_ranks
 
 WIDTH = 64
+NORMS = {"checkpointed": True, "wide": True, "batch": 256}  # which ranks gather for all layers at once
 
 
 class Layers(nn.Module):
     """Equal layers, or such that grow; checkpointed where that is asked for."""
 
-    def __init__(self, layers: int, checkpointed: bool = False, growing: bool = False) -> None:
+    def __init__(self, layers: int, checkpointed: bool = False, growing: bool = False,
+                 wide: bool = False, classes: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.LayerNorm(4 * WIDTH), nn.GELU(),
+                          nn.Linear(4 * WIDTH, WIDTH, bias=False)) if wide else
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(i if growing else 1)),
                           nn.GELU(), nn.GELU())
             for i in range(1, layers + 1))
+        self.head = nn.Linear(WIDTH, classes) if classes else nn.Identity()
         self.checkpointed = checkpointed
 
     def forward(self, x):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
+        return self.head(x)
 
 
 def maker(mesh, stage, clip=None, batch=16, **how):
@@ -53,7 +59,7 @@ def maker(mesh, stage, clip=None, batch=16, **how):
 
 
 @pytest.mark.parametrize(("ranks", "stage", "how"), [
-    (64, 3, {"checkpointed": True}), (8, 2, {"clip": 1.0, "batch": 256})])
+    (64, 3, {"checkpointed": True}), (64, 3, NORMS), (8, 2, {"clip": 1.0, "batch": 256})])
 def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     with memopt.planned_ranks(ranks) as mesh:
         make = maker(mesh, stage, **how)
@@ -64,12 +70,33 @@ def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     assert plan.resident_bytes == whole.resident_bytes and plan.at_peak == whole.memory.at_peak
     assert sum(plan.at_peak.values()) == plan.predicted_peak_bytes
     assert "6 layers by plans of 2, 3, 4" in str(plan)
-    if stage == 3:  # what backward needs again of a layer, checkpointed or not, is gathered again
-        assert plan.a_layer["gathered parameters"] == 0 < plan.at_peak["gathered parameters"]
+    if stage == 3:  # what backward needs again of a layer, checkpointed or not, is gathered again; norms of all at once
+        norm = 2 * 4 * (4 * WIDTH) if "wide" in how else 0
+        assert plan.a_layer["gathered parameters"] == norm < plan.at_peak["gathered parameters"]
+    if "wide" in how:
+        return
     rows = -(-WIDTH // ranks) / WIDTH  # with more ranks than rows, one each for the first of them
     weights, steps = 6 * 4 * WIDTH * WIDTH, 6 * 4
     assert plan.at_peak["parameters"] == (weights if stage == 2 else rows * weights)
     assert plan.at_peak["optimizer state"] == 2 * rows * weights + steps
+
+
+def test_a_bucket_that_is_full_before_the_last_layer_is_refused():
+    with memopt.planned_ranks(64) as mesh, pytest.raises(OptionError, match="and 80 layers have 2.00 KiB each"):
+        memopt.explain_layers(maker(mesh, 3, **NORMS), 80, zero=3, lowering="eager")
+
+
+def test_a_model_so_deep_that_another_moment_is_the_peak_is_refused():
+    """The loss, where the shallow ones have it, does not see what each layer holds ahead of its backward: its norm."""
+    with memopt.planned_ranks(64) as mesh, pytest.raises(OptionError, match="with 10000 layers the peak is not where"):
+        memopt.explain_layers(maker(mesh, 3, classes=512, **NORMS), 10000, zero=3, lowering="eager")
+
+
+def test_the_script_that_plans_70_billion(monkeypatch, capsys):
+    monkeypatch.setattr(plan_ranks, "SHAPE", {"hidden_size": 64, "intermediate_size": 256,
+                                              "num_attention_heads": 4, "num_key_value_heads": 2})
+    plan_ranks.main(["--ranks", "16", "--layers", "2", "--vocabulary", "64", "--tokens", "256", "--whole"])
+    assert "16 ranks, stage 3: 1," in capsys.readouterr().out
 
 
 def test_layers_that_are_not_alike_are_refused():
