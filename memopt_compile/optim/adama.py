@@ -75,6 +75,9 @@ class AdamA(Accumulating, AdamW):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         self.check_at_least(group, "v_scale", 1)
+        if group["v_scale"] > group["micro_batches"] > 1:  # told of none, N is not known
+            raise self.error(f"v_scale is {group['v_scale']}, and there are {group['micro_batches']} micro-batches",
+                             "choose v_scale of at most their number, where they all have one gradient")
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             raise self.error("weight decay added to gradients cannot be accumulated",
                              "use decoupled weight decay, as AdamW does")

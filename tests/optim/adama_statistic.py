@@ -1,6 +1,6 @@
 """The statistic of Figure 4 of the AdamA paper: √v̂ / √v̂′ while the example's ResNet is trained.
 
-    python tests/optim/adama_statistic.py [--steps 150] [--told]
+    python tests/optim/adama_statistic.py [--steps 150] [--batch 128] [--told]
 
 The training is AdamA's, with N micro-batches a mini-batch. v̂′ is its second moment, from the sum of
 the micro-batches' squared gradients; v̂ is that of Adam, from the square of their sum, on the same
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from data import fashion_mnist
 from models import ResNet
 
-BATCH, COUNT = 128, 20_000  # as examples/train_resnet.py
+COUNT = 20_000  # images, as in examples/train_resnet.py
 BETA2 = 0.999
 
 
@@ -41,7 +41,7 @@ def coefficients(opt: AdamA, adams: dict[nn.Parameter, Tensor]) -> Tensor:
     return torch.cat([(v / own).sqrt()[own > 0].flatten() for v, own in found])
 
 
-def track(n: int, steps: int, lr: float, told: bool) -> Tensor:
+def track(n: int, steps: int, lr: float, batch: int, told: bool) -> Tensor:
     """[steps, 7]: mean, min, 1%, median, 99%, max, share within 1% of 1, after each step."""
     torch.manual_seed(0)
     images, labels, _, _ = fashion_mnist()
@@ -49,7 +49,7 @@ def track(n: int, steps: int, lr: float, told: bool) -> Tensor:
     opt = AdamA(model.parameters(), lr=lr, betas=(0.9, BETA2),
                 micro_batches=n if told else 1)
     adams = {p: torch.zeros_like(p) for p in model.parameters()}
-    batches = torch.randperm(COUNT).split(BATCH)[:-1]
+    batches = torch.randperm(COUNT).split(batch)[:-1]
     rows = []
     for i in range(steps):
         chosen = batches[i % len(batches)]
@@ -72,15 +72,17 @@ def track(n: int, steps: int, lr: float, told: bool) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=128, help="images of a mini-batch")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--told", action="store_true", help="AdamA(micro_batches=N)")
     options = parser.parse_args()
-    print(f"{options.steps} steps of {BATCH} images, lr {options.lr}\n")
+    print(f"{options.steps} steps of {options.batch} images, lr {options.lr}\n")
     print("| N | after step | mean | min | 1% | median | 99% | max | within 1% of 1 |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for n in (2, 4, 8):
+    for n in options.micro_batches:
         begin = time.perf_counter()
-        rows = track(n, options.steps, options.lr, options.told)
+        rows = track(n, options.steps, options.lr, options.batch, options.told)
         shown = [s for s in (1, options.steps // 10, options.steps // 3, options.steps) if s > 0]
         for step in dict.fromkeys(shown):
             *values, near = rows[step - 1].tolist()

@@ -43,10 +43,11 @@ def mini_batches(ps, n, count=4):
              for _ in range(n)] for _ in range(count)]
 
 
-@given(n=st.integers(1, 5), scale=st.floats(1, 5), decay=st.floats(0, 1), amsgrad=st.booleans(),
+@given(n=st.integers(1, 5), share=st.floats(0, 1), decay=st.floats(0, 1), amsgrad=st.booleans(),
        maximize=st.booleans(), last=st.booleans(), told=st.booleans(),
        betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.9999)))
-def test_is_algorithm_2(n, scale, decay, amsgrad, maximize, last, told, betas):
+def test_is_algorithm_2(n, share, decay, amsgrad, maximize, last, told, betas):
+    scale = 1 + share * (n - 1)
     ps = parameters([(3, 2), (4,), ()])
     gradients = mini_batches(ps, n)
     opt = AdamA(ps, lr=0.02, betas=betas, weight_decay=decay, amsgrad=amsgrad, v_scale=scale,
@@ -229,7 +230,8 @@ def test_skips_a_micro_batch_that_is_not_finite():
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"micro_batches": 0}, "micro_batches is 0"),
+    ({"v_scale": 0.5}, "v_scale is 0.5"), ({"v_scale": 5, "micro_batches": 4}, "v_scale is 5, and there are 4"),
+    ({"micro_batches": 0}, "micro_batches is 0"),
     ({"micro_batches": 2.5}, "micro_batches is 2.5"), ({"betas": (0.9, 1.0)}, "betas are"),
     ({"fused": True}, "fused=True")])
 def test_refuses(bad, message):
