@@ -16,6 +16,7 @@ from ..optim.factors import FactoredOptimizer
 from ..quantization.parameters import LowPrecisionTensor
 from . import agreement
 from .lost import naming_the_lost
+from .meeting import come_together
 from .storage import storage_of
 
 # No element of these updates depends on another one: a part of the rows gets what it would in the whole.
@@ -35,6 +36,9 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
     try:
         if type(stage) is not int or stage not in (1, 2, 3):
             raise _refusal(f"stage is {stage!r}", "choose stage=1, 2 or 3")
+        if not (isinstance(model, nn.Module) and isinstance(opt, torch.optim.Optimizer)):
+            raise _refusal(f"model is a {type(model).__name__} and opt a {type(opt).__name__}",
+                           "give a torch.nn.Module and the torch.optim.Optimizer that trains it, in this order")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise _refusal("the model is wrapped in DistributedDataParallel",
                            "give model.module: the gradients are averaged by shard_ itself")
@@ -43,6 +47,7 @@ def check(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: Any) -
     except OptionError as error:
         refused = error
     with naming_the_lost(mesh, WHERE):
+        come_together("shards a model", mesh, WHERE)
         others = agreement.exchange(refused and refused.what, mesh)
     if refused is not None:
         raise refused

@@ -29,7 +29,8 @@ def alone(rank, ranks, replicas=1):
     model = cases.made(cases.even, DOUBLE)
     opt = cases.adamw(model)
     mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("nodes", "node"))
-    memopt.shard_(model, opt, mesh if replicas > 1 else mesh["node"], stage=2)
+    shared = mesh if replicas > 1 else mesh["node"]
+    memopt.shard_(model, opt, shared, stage=2)
     last = rank == ranks - 1
 
     def step(x, y, updates):
@@ -52,6 +53,7 @@ def alone(rank, ranks, replicas=1):
         f"{RUNS}|{me} reads 0.weight": instead(lambda: model(batch[0])),
         f"{RUNS}|{me} runs the model test_between_steps.py": instead(lambda: evaluate(batch[0])),
         f"{RUNS}|{me} gathers a DTensor of shape (16, 6)": instead(state["0.weight"].full_tensor),
+        f"{RUNS}|{me} shards a model": instead(lambda: memopt.shard_(other := cases.even(), cases.sgd(other), shared)),
         f"{RUNS}|{me} saves 0.weight by torch.distributed.checkpoint": instead(  # with which a save begins
             lambda: state["0.weight"].__create_write_items__("0.weight", state["0.weight"]))}
     if replicas == 1:

@@ -48,6 +48,7 @@ def refusals(rank, ranks):
     return {
         "stage is 4": says(lambda: shard(stage=4)),
         "mesh is a NoneType": says(lambda: shard(mesh=None)),
+        "model is a SGD and opt a Linear": says(lambda: shard(cases.sgd(placed), placed)),
         "the mesh has two dimensions without names": says(
             lambda: shard(mesh=init_device_mesh("cpu", (1, ranks)))),
         "there is one process to share the model": says(lambda: shard(
