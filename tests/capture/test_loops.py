@@ -303,3 +303,18 @@ def test_iterations_that_differ_are_refused(change, why):
     module = make_fx(step, tracing_mode="fake")(torch.rand(12))
     with pytest.raises(loops.Unlike, match=why):
         loops.complete(module.graph)
+
+
+@pytest.mark.parametrize(("bad", "message"), [
+    ((torch.ones(4), 2), "a Tensor is given in place of a number"), ((2, {"x": torch.ones(4)}), "a dict is given"),
+    ((5, torch.ones(4)), "a batch of 4 cannot be cut into 5"), ((0, torch.ones(4)), "cannot be cut into 0"),
+    ((2, torch.ones(4), torch.ones(6)), re.escape("first dimensions [4, 6]")), ((2,), "first dimensions")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_cannot_be_cut_is_refused(bad, message, compiled):
+    def step():
+        for chunk, in memopt.micro_batches(*bad):
+            chunk.sum()
+
+    torch._dynamo.reset()
+    with pytest.raises(memopt.MemoptError, match=message):
+        (memopt.compile(step, lowering="eager") if compiled else step)()
