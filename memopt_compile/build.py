@@ -124,6 +124,9 @@ def _remove_markers(step: StepGraph) -> None:
             step.replace(node, node.args[0])
         elif node.target is SEED:
             backward += 1
+            if len(node.args) > 1:
+                step.replace(node, node.args[1])
+                continue
             value = node.meta["val"]
             with step.graph.inserting_before(node):
                 ones = step.graph.call_function(

@@ -162,7 +162,7 @@ def _expand(step: StepGraph, node: fx.Node, gradients: list[fx.Node],
     if decay.target is aten.full.default:
         decay, rest = decay.args[1], 1 - decay.args[1]
     else:
-        rest = emit(aten.rsub.Scalar, decay, 1)
+        rest = emit(aten.add.Tensor, emit(aten.neg.default, decay), 1)  # Inductor takes no rsub any more
     value = emit(aten.mul.Tensor, state, decay)
     for gradient in gradients:
         for of in clips:

@@ -38,19 +38,12 @@ from . import backward, functions, iterations, read_later, telling, torch_optim,
 log = logging.getLogger("memopt_compile")
 
 
-@torch.library.custom_op("memopt::seed", mutates_args=())
-def seed(loss: Tensor) -> Tensor:
-    """The gradient of the loss by itself: ones. Marks the start of a backward."""
-    return torch.ones_like(loss)
-
-
 @torch.library.custom_op("memopt::gradient", mutates_args=())
 def gradient(value: Tensor) -> Tensor:
     """A copy of `value`. Marks it as the whole gradient of one leaf from one backward."""
     return value.clone()
 
 
-seed.register_fake(lambda loss: torch.ones_like(loss))
 gradient.register_fake(lambda value: torch.empty_like(value))
 
 
@@ -203,12 +196,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     outputs, inputs = kwargs.pop("outputs"), dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
     backward.refuse_nested(tx)
     backward.refuse_hooks(tx, dynamo.tensors_in(inputs))
-    single, *others = dynamo.tensors_in(outputs) or [None]
-    number = single is not None and not others and compat.fake_value(single).numel() == 1
-    if number and dynamo.is_none(kwargs.get("grad_outputs")):
-        with compat.traced_without_grad(tx):
-            start = build(tx, torch.ops.memopt.seed.default).call_function(tx, [single], {})
-        kwargs["grad_outputs"] = compat.list_variable([start])
+    if (marked := backward.marked(tx, outputs, kwargs.get("grad_outputs"))) is not None:
+        kwargs["grad_outputs"] = marked
     try:
         result = original(self, tx, outputs, inputs, **kwargs)
     except compat.Unsupported as error:

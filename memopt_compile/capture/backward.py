@@ -5,12 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import compat
 from ..compat import breaks, dynamo, guards
 from ..optim.gradients import keep_in_8_bits, round_gradient, rounds
 from ..quantization.parameters import LowPrecisionTensor
+
+
+@torch.library.custom_op("memopt::seed", mutates_args=())
+def seed(loss: Tensor, given: Tensor | None = None) -> Tensor:
+    """The gradient of the loss by itself, ones, or a copy of the one that the step gives. Marks the start of a backward."""
+    return torch.ones_like(loss) if given is None else given.clone()
+
+
+seed.register_fake(lambda loss, given=None: torch.empty_like(loss if given is None else given))
+
+
+def marked(tx: Any, outputs: Any, given: Any) -> Any:
+    """The ``grad_outputs`` of these outputs with their seeds; None where they have to stay as they are."""
+    losses = dynamo.tensors_in(outputs)
+    starts = [None] * len(losses) if dynamo.is_none(given) else dynamo.tensors_in(dynamo.sequence(tx, given))
+    if not losses or len(starts) != len(losses) or any(
+            compat.fake_value(loss).numel() != 1 if start is None else compat.fake_value(start).requires_grad
+            for loss, start in zip(losses, starts)):
+        return None
+    mark = compat.VariableTracker.build(tx, torch.ops.memopt.seed.default)
+    with compat.traced_without_grad(tx):
+        return compat.list_variable([mark.call_function(tx, [loss] if start is None else [loss, start], {})
+                                     for loss, start in zip(losses, starts)])
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

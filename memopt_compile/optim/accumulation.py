@@ -26,7 +26,7 @@ class Accumulating(Optimizer):
     ...     opt.accumulate()
     >>> opt.step()
 
-    `step` first folds what gradients there are: the last micro-batch needs no call. Between
+    `step` first folds what gradients there are, and frees them: the last micro-batch needs no call. Between
     `accumulate` and `step` a parameter's state has `folded`, True where a micro-batch is in it. A
     parameter that got no gradient in a mini-batch is left alone. With `skip_nonfinite` a
     micro-batch is skipped, for the parameters concerned; such a step is not captured whole.
@@ -36,6 +36,7 @@ class Accumulating(Optimizer):
     """
 
     keeps_gradients = False
+    frees_gradients = False  # of a step without `accumulate` too, where others leave them to `zero_grad`
     ranks = 1  # processes that share a mini-batch
     found_inf: Any = None
     """Set by a `GradScaler` while it has the optimizer step, if the property below says so."""
@@ -123,13 +124,17 @@ class Accumulating(Optimizer):
     def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""
         self.refuse_scaler()
+        # Of a mini-batch in parts none may stay, or the next one would fold it once more.
+        frees = self.frees_gradients or any("folded" in state for state in self.state.values())
         self._init_groups()
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
                 if not state.get("folded", False):
-                    if p.grad is not None:
-                        self._guarded(p, p.grad, state, group)
+                    if (grad := p.grad) is not None:
+                        if frees:
+                            p.grad = None
+                        self._guarded(p, grad, state, group)
                     continue
                 if p.grad is not None:
                     self._fold_and_free(p, p.grad, group)

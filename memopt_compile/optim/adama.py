@@ -56,6 +56,7 @@ class AdamA(Accumulating, AdamW):
             decoupled; or the ranks differ in parameters or settings.
     """
 
+    frees_gradients = True
     state_names = Adam.state_names | {"folded"}
     process_group: Any = None
 

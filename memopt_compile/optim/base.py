@@ -144,8 +144,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def check_betas(self, group: Mapping[str, Any], count: int) -> None:
         betas = group["betas"]
-        if len(betas) != count or not all(
-                not isinstance(b, Tensor) and 0 <= b < 1 for b in betas):
+        if not isinstance(betas, tuple | list) or len(betas) != count or not all(
+                not isinstance(b, Tensor | str) and 0 <= b < 1 for b in betas):
             raise self.error(f"betas are {betas}", f"choose {count} numbers in [0, 1)")
 
     @staticmethod

@@ -29,8 +29,8 @@ def saved_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterat
             if CORRECTION in saved:
                 saved[CORRECTION] = from_bytes(saved[CORRECTION])
             if saved:
-                like = p.detach().to("meta")
-                yield group, p, saved, optimizer.first_state(like, {**optimizer.defaults, **group})
+                group = {**optimizer.defaults, **group}  # torch's groups lack what only ours have
+                yield group, p, saved, optimizer.first_state(p.detach().to("meta"), group)
 
 
 def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

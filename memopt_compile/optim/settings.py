@@ -35,7 +35,7 @@ def check_common(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         raise optimizer.error(f"gradient_bits is {group['gradient_bits']}", "choose 32 or 8")
     if group["gradient_bits"] != 32 and not optimizer.keeps_gradients:
         raise optimizer.error("it has no gradients to keep in few bits", "leave gradient_bits out")
-    if not 0 <= group["rounding_seed"] < 2**32:
+    if not (isinstance(group["rounding_seed"], int) and 0 <= group["rounding_seed"] < 2**32):
         raise optimizer.error(f"rounding_seed is {group['rounding_seed']}",
                               "choose an integer from 0 to 2**32 - 1")
     if group["max_norm"] is not None and not group["max_norm"] > 0:

@@ -187,6 +187,32 @@ def test_gradient_in_some_micro_batches_only():
     assert difference(ps, expected) <= 1e-12
 
 
+@pytest.mark.parametrize("kind", [AdamA, CAME])
+def test_gradient_of_the_last_micro_batch_alone_is_not_folded_again(kind):
+    """A head that only the last micro-batch uses, which `step` folds, in two mini-batches."""
+    runs = []
+    for last in (True, False):
+        ps = parameters([(3, 2), (2, 3)])
+        opt = kind(ps, lr=0.02, **{"micro_batches": 2} if kind is CAME else {})
+        for _ in range(2):
+            for some in (ps[:1], ps):
+                sum((p**2).sum() for p in some).backward()
+                if last or some is not ps:
+                    opt.accumulate()
+            opt.step()
+        runs.append(ps)
+        assert all(p.grad is None for p in ps)
+    assert difference(*runs) == 0
+
+
+def test_nothing_is_to_be_zeroed():
+    ps = parameters()
+    opt = AdamA(ps)
+    give_gradients(ps, 0)
+    opt.step()
+    assert all(p.grad is None for p in ps)
+
+
 def test_resumes_within_a_mini_batch():
     def half(opt, ps, i):
         give_gradients(ps, i)

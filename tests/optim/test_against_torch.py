@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
-from training import difference, give_gradients, saved_and_loaded, train
+from training import difference, give_gradients, saved_and_loaded, states, train
 
 import memopt_compile as memopt
 
@@ -91,6 +91,19 @@ def test_checkpoint_goes(there, dtype, name, settings):
             give_gradients(some, i)
             opt.step()
     assert difference(ps, copies) <= (1e-12 if dtype is torch.float64 else 1e-2)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 1])
+@pytest.mark.parametrize(("name", "settings"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {})])
+def test_torchs_checkpoint_loads_into_few_bits(bits, name, settings):
+    make, _ = pair(name, **settings)
+    ps, old = train(pair(name, **settings)[1], dtype=torch.float32, shapes=[(64, 64)])
+    full = saved_and_loaded(ps, old, make)
+    runs = [saved_and_loaded(*start, pair(name, state_bits=bits, **settings)[0]) for start in ((ps, old), full)]
+    for ps, opt in runs:
+        give_gradients(ps, 1)
+        opt.step()
+    assert difference(runs[0][0], runs[1][0]) == 0 == difference(*(states(opt) for _, opt in runs))
 
 
 def test_settings_of_how_torch_ran_are_dropped():

@@ -245,7 +245,7 @@ def test_ways_to_run(kind, flag):
 
 @every_class
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"lr": torch.ones(2)},
-                                 {"weight_decay": -1.0}])
+                                 {"weight_decay": -1.0}, {"rounding_seed": 1.5}, {"rounding_seed": None}])
 def test_settings_out_of_range(kind, bad):
     with pytest.raises(OptimizerError) as caught:
         kind(parameters(), **{"lr": 0.1, **bad})
@@ -254,7 +254,8 @@ def test_settings_out_of_range(kind, bad):
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.AdamA])
 @pytest.mark.parametrize("bad", [
-    {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (0.9,)}, {"eps": -1.0},
+    {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (0.9,)}, {"betas": 0.9}, {"betas": None},
+    {"eps": -1.0},
     {"betas": (torch.tensor(0.9), torch.tensor(0.99))}])
 def test_moments_out_of_range(kind, bad):
     with pytest.raises(OptimizerError):
