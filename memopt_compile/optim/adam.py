@@ -95,6 +95,12 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad,
                          decoupled_weight_decay=True, **options)
 
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:  # a checkpoint of Adam
+            raise self.error("weight decay is added to gradients, where this one has it decoupled",
+                             "load it into Adam, or save it with a weight_decay of 0")
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:

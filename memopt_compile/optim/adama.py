@@ -79,9 +79,6 @@ class AdamA(Accumulating, AdamW):
         if group["v_scale"] > group["micro_batches"] > 1:  # told of none, N is not known
             raise self.error(f"v_scale is {group['v_scale']}, and there are {group['micro_batches']} micro-batches",
                              "choose v_scale of at most their number, where they all have one gradient")
-        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
-            raise self.error("weight decay added to gradients cannot be accumulated",
-                             "use decoupled weight decay, as AdamW does")
 
     def _step(self) -> None:
         """Finish the mini-batch: fold what gradients are left, then move the parameters."""

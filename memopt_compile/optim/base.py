@@ -45,7 +45,7 @@ from .low_bit import (
     write,
     write_weight,
 )
-from .settings import COMMON, FLAGS, check_common
+from .settings import COMMON, FLAGS, check, check_common
 from .shards import WHOLE, Whole
 from .slabs import Slab, slabs
 
@@ -332,7 +332,7 @@ class Optimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ groups and checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.check({**self.defaults, **param_group})
+        check(self, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

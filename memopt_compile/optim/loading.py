@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..quantization.rounding import as_16_bits, from_bytes
 from .low_bit import CORRECTION, DRAWS, GRADIENT, compressed
+from .settings import check
 
 if TYPE_CHECKING:
     from .base import Optimizer
@@ -40,10 +41,12 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         OptimizerError: settings or states are missing, unknown, or of another shape.
     """
     remedy = f"load a checkpoint of {type(optimizer).__name__}"
+    if missing := {"state", "param_groups"} - state_dict.keys():
+        raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
     for group in state_dict["param_groups"]:
         if missing := optimizer.required - group.keys():
             raise optimizer.error(f"the checkpoint has no {', '.join(sorted(missing))}", remedy)
-        optimizer.check({**optimizer.defaults, **group, **optimizer.flags})
+        check(optimizer, {**optimizer.defaults, **group, **optimizer.flags})
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group, mine in zip(groups, optimizer.param_groups):
         for name in ("state_bits", "weight_bits", "gradient_bits"):  # how things are kept here, no hyperparameters

@@ -47,6 +47,16 @@ def check_common(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     optimizer.check_at_least(group, "weight_decay", 0)
 
 
+def check(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group by name, those of a type that no number has included."""
+    try:
+        optimizer.check(group)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in group.items() if name != "params")
+        raise optimizer.error(f"a setting is of the wrong type ({error}): {given}",
+                              "give what the class's documentation names") from error
+
+
 def two_eps(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[Any, Any]:
     """ε₁ and ε₂ of an optimizer that factors: what Adam calls `eps` is one number."""
     eps = group["eps"]

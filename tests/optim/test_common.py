@@ -245,7 +245,8 @@ def test_ways_to_run(kind, flag):
 
 @every_class
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"lr": torch.ones(2)},
-                                 {"weight_decay": -1.0}, {"rounding_seed": 1.5}, {"rounding_seed": None}])
+                                 {"weight_decay": -1.0}, {"rounding_seed": 1.5}, {"rounding_seed": None},
+                                 {"lr": None}, {"lr": "x"}, {"max_norm": "x"}, {"weight_decay": None}])
 def test_settings_out_of_range(kind, bad):
     with pytest.raises(OptimizerError) as caught:
         kind(parameters(), **{"lr": 0.1, **bad})
@@ -306,6 +307,24 @@ def test_checkpoint_of_another_optimizer(saving, loading, message):
     with pytest.raises(OptimizerError, match=message):
         new.load_state_dict(old.state_dict())
     assert str(new.state_dict()) == str(before)
+
+
+def test_decay_that_a_checkpoint_of_adam_adds_to_gradients_is_not_decoupled_in_silence():
+    new = optim.AdamW(parameters())
+    for decay in (0.0, 0.1):
+        _, old = train(lambda p, decay=decay: torch.optim.Adam(p, weight_decay=decay))
+        if decay:
+            with pytest.raises(OptimizerError, match="weight decay is added to gradients"):
+                new.load_state_dict(old.state_dict())
+        else:
+            new.load_state_dict(old.state_dict())
+
+
+@every_class
+@pytest.mark.parametrize("saved", [{}, {"state": {}}])
+def test_what_is_no_checkpoint(kind, saved):
+    with pytest.raises(OptimizerError, match="the checkpoint has no param_groups"):
+        kind(parameters(), lr=0.1).load_state_dict(saved)
 
 
 def test_checkpoint_with_an_unknown_state():
