@@ -24,6 +24,7 @@ shares. The rules, cited in the code:
 10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5.
 11. Backward of a batch normalization by the batch's own statistics is given no running ones: it does not read them, and
     would keep their new values from forward on.
+12. A product with ones is a copy of its other factor, for rule 4: so is the gradient of what is summed up to the loss.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -94,6 +95,8 @@ class Canonicalize(StepPass):
                 node.target, node.args, node.kwargs = aten.copy.default, node.args[:2], {}
             elif _name(node) in BATCH_NORM_BACKWARD:
                 _drop_running_statistics(node)
+            elif node.target is aten.mul.Tensor and (other := _times_one(node)) is not None:  # rule 12
+                node.target, node.args = aten.clone.default, (other,)
         _simplify(step)
         remove_dead_code(step)
 
@@ -150,6 +153,17 @@ def _drop_running_statistics(node: fx.Node) -> None:
     if given.get(BATCH_NORM_BACKWARD[_name(node)], True) is True:
         given |= {"running_mean": None, "running_var": None}
         node.args, node.kwargs = tuple(given[name] for name in names), {}
+
+
+def _times_one(product: fx.Node) -> fx.Node | None:
+    """The factor of which `product` has type, sizes and strides, if all elements of the other one are 1."""
+    for one, other in (product.args, product.args[::-1]):
+        while isinstance(one, fx.Node) and one.target in (aten.expand.default, aten.view.default):
+            one = one.args[0]
+        if (isinstance(other, fx.Node) and isinstance(one, fx.Node) and one.target is aten.full.default
+                and one.args[1] == 1 and _geometry(other) == _geometry(product) is not None):
+            return other
+    return None
 
 
 def _unbundle(node: fx.Node) -> None:

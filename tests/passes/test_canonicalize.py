@@ -287,3 +287,35 @@ def test_backward_of_a_batch_normalization_reads_the_statistics_that_it_uses(tra
     check(graph, Canonicalize())
     (line,) = [line for line in graph.text().splitlines() if " native_batch_norm_backward(" in line]
     assert ("None, None, getitem_1, getitem_2, True" in line) if training else ("b0, b1," in line)
+
+
+@pytest.mark.parametrize(("ones", "other", "goes"), [
+    (lambda: aten.full([], 1.0, dtype=torch.float64).expand(3, 4), lambda x: x, True),
+    (lambda: aten.full([12], 1, dtype=torch.float64).view(3, 4), lambda x: x, True),
+    (lambda: aten.full([], 1.0, dtype=torch.float32), lambda x: x, True),  # of lower type: that of the product is x's
+    (lambda: aten.full([], 2.0, dtype=torch.float64).expand(3, 4), lambda x: x, False),
+    (lambda: aten.full([3, 4], 1.0, dtype=torch.float64), lambda x: x.float(), False),  # the product is wider
+    (lambda: aten.full([3, 4], 1.0, dtype=torch.float64), lambda x: x[0], False),  # or larger
+])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_product_with_ones_is_its_other_factor(ones, other, goes, ahead):
+    def step(p, x):
+        factors = (ones(), other(x)) if ahead else (other(x), ones())
+        p.copy_(p - aten.mul(*factors))
+
+    made = by_hand(step, ("p", doubles(3, 4)), ("x", doubles(3, 4)))
+    check(made, Canonicalize())
+    assert any(n.target is aten.mul.Tensor for n in made.computing()) is not goes
+
+
+def test_the_gradient_of_a_sum_is_a_tensor_of_its_own():
+    """It is a factor of the loss's, which the step was given: whoever writes into it does not write into that."""
+    p, x = torch.nn.Parameter(doubles(3, 4)), doubles(3, 4)
+
+    def step(x):
+        (p * x).sum().backward()
+
+    before = x.clone()
+    memopt.compile(step, lowering="eager")(x)
+    p.grad.zero_()
+    assert torch.equal(x, before)
