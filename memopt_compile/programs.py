@@ -283,9 +283,11 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
     limit, plan = record.budget_bytes or 0, record.step.plan
     needed, resident = record.predicted_peak_bytes, record.after.resident_bytes
     means = "the smallest peak found"
-    if plan and (ways := [way for way, used in (("computing activations again", plan.again),
-                                                ("keeping them in fewer bits", plan.largest_error)) if used]):
-        means += f", by {' and '.join(ways)},"
+    ways = {"computing activations again": plan and plan.again, "keeping them in fewer bits": plan and plan.largest_error,
+            "in parts by several ranks": plan and plan.chosen("partition"),
+            "in host memory": plan and plan.chosen("offload")}
+    if used := [way for way, is_used in ways.items() if is_used]:
+        means += f", by {' and '.join(used)},"
     if not record.options.recompute:
         means += " (recompute=False)"
     less = [f"raise memory_budget to {format_bytes(needed, enough=True)}"]
