@@ -25,6 +25,7 @@ shares. The rules, cited in the code:
 11. Backward of a batch normalization by the batch's own statistics is given no running ones: it does not read them, and
     would keep their new values from forward on.
 12. A product with ones is a copy of its other factor, for rule 4: so is the gradient of what is summed up to the loss.
+    Not where gradients of several backwards, or folds of them, have to be told apart by whose they are.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -41,6 +42,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from memopt_compile import folding  # noqa: F401  (registers the operator)
 from memopt_compile.collectives import GATHER, is_wait, launch_of
 from memopt_compile.compat.sizes import polynomial
 from memopt_compile.step_graph import (
@@ -82,6 +84,8 @@ class Canonicalize(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         remove_dead_code(step)
         returned = _differentiable_results(step)
+        alone = len(set(step.gradients.values())) < 2 and not step.graph.find_nodes(
+            op="call_function", target=torch.ops.memopt.fold.default)
         for node in list(step.computing()):
             if node.target is aten._unsafe_view.default and node not in returned:  # rule 2
                 node.target = aten.view.default
@@ -95,7 +99,7 @@ class Canonicalize(StepPass):
                 node.target, node.args, node.kwargs = aten.copy.default, node.args[:2], {}
             elif _name(node) in BATCH_NORM_BACKWARD:
                 _drop_running_statistics(node)
-            elif node.target is aten.mul.Tensor and (other := _times_one(node)) is not None:  # rule 12
+            elif alone and node.target is aten.mul.Tensor and (other := _times_one(node)) is not None:  # rule 12
                 node.target, node.args = aten.clone.default, (other,)
         _simplify(step)
         remove_dead_code(step)

@@ -242,16 +242,14 @@ forward:
   mul_0: f64[2, 4] = mul(mm_0, 2)
   exp_0: f64[2, 4] = exp(mul_0)
 backward:
-  full_0: f64[2, 4] = full([2, 4], 1, device=cpu, dtype=torch.float64, pin_memory=False)
-  mul_1: f64[2, 4] = mul(full_0, exp_0)
   t_0: f64[4, 2] = t(x0)
-  mm_1: f64[4, 4] = mm(t_0, mul_1)
-  mul_2: f64[2, 4] = mul(mul_1, 3)
-  mm_2: f64[4, 4] = mm(t_0, mul_2)
+  mm_1: f64[4, 4] = mm(t_0, exp_0)
+  mul_1: f64[2, 4] = mul(exp_0, 3)
+  mm_2: f64[4, 4] = mm(t_0, mul_1)
   add_0: f64[4, 4] = add_(mm_1, mm_2)
 update:
-  mul_3: f64[4, 4] = mul_(s0, 0.9)
-  add_1: f64[4, 4] = add_(mul_3, add_0)
+  mul_2: f64[4, 4] = mul_(s0, 0.9)
+  add_1: f64[4, 4] = add_(mul_2, add_0)
   sub_0: f64[4, 4] = sub_(p0, add_1)
 return None
 """
