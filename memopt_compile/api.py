@@ -35,9 +35,8 @@ def micro_batches(n: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         OptionError: `n` is not between 1 and the batch, or the tensors differ in their first
             dimension or are none.
     """
-    kinds = [type(a).__name__ for a, kind in zip((n, *tensors), (int, *(Tensor for _ in tensors))) if not isinstance(a, kind)]
-    if kinds:
-        raise OptionError(f"a {kinds[0]} is given in place of a number or a tensor", where="micro_batches",
+    if not isinstance(n, int) or not all(isinstance(t, Tensor) for t in tensors):
+        raise OptionError("something else is given than a number and tensors", where="micro_batches",
                           do="give the number, then each tensor: micro_batches(4, batch[\"input_ids\"], batch[\"labels\"])")
     sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(sizes) != 1:

@@ -306,7 +306,7 @@ def test_iterations_that_differ_are_refused(change, why):
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    ((torch.ones(4), 2), "a Tensor is given in place of a number"), ((2, {"x": torch.ones(4)}), "a dict is given"),
+    ((2.0, torch.ones(4)), "something else is given than a number"), ((2, {"x": torch.ones(4)}), "something else is given than a number"),
     ((5, torch.ones(4)), "a batch of 4 cannot be cut into 5"), ((0, torch.ones(4)), "cannot be cut into 0"),
     ((2, torch.ones(4), torch.ones(6)), re.escape("first dimensions [4, 6]")), ((2,), "first dimensions")])
 @pytest.mark.parametrize("compiled", [False, True])
