@@ -35,7 +35,7 @@ def micro_batches(n: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         OptionError: `n` is not between 1 and the batch, or the tensors differ in their first
             dimension or are none.
     """
-    if not isinstance(n, int) or not all(isinstance(t, Tensor) for t in tensors):
+    if isinstance(n, (float, Tensor)) or not all(isinstance(t, Tensor) for t in tensors):  # an int, or one of NumPy
         raise OptionError("something else is given than a number and tensors", where="micro_batches",
                           do="give the number, then each tensor: micro_batches(4, batch[\"input_ids\"], batch[\"labels\"])")
     sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
