@@ -42,7 +42,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from memopt_compile import folding  # noqa: F401  (registers the operator)
 from memopt_compile.collectives import GATHER, is_wait, launch_of
 from memopt_compile.compat.sizes import polynomial
 from memopt_compile.step_graph import (
@@ -84,8 +83,7 @@ class Canonicalize(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         remove_dead_code(step)
         returned = _differentiable_results(step)
-        alone = len(set(step.gradients.values())) < 2 and not step.graph.find_nodes(
-            op="call_function", target=torch.ops.memopt.fold.default)
+        alone = len(set(step.gradients.values())) < 2 and all(_name(n) != "memopt::fold" for n in step.computing())
         for node in list(step.computing()):
             if node.target is aten._unsafe_view.default and node not in returned:  # rule 2
                 node.target = aten.view.default

@@ -11,6 +11,8 @@ Tracing takes seconds a layer, and layers that are equal teach nothing new:
 2. Steps of three depths are planned. Resident bytes and the peak have to grow evenly, by category. The lines
    of other moments are known from two depths: both have the same operators at the beginnings and ends of
    their last forward and backward. The peak is the same moment for all depths at which none of them is higher.
+   Where these are not known to hold a whole layer (what is no layer has more operators), the peak has to rise as steeply
+   as any of them.
 3. Otherwise there is no plan: layers are not alike, or the depths are too small. Nor is there one where a
    bucket of small tensors, which has room for so many bytes, is full before the last layer.
 """
@@ -101,7 +103,11 @@ def explain_layers(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]
                           f"{_listed(a_layer)}", **where_to)
     shallow, deep = (r.after.transient_peak_bytes for r in records[-2:])
     peak = deep + more * (deep - shallow)
-    higher = max(live + more * (live - less) for less, live in _moments(*records[-2:], depths[-2]))
+    moments = list(_moments(*records[-2:], depths[-2]))
+    if not _hold_a_layer(*records[-2:], depths[-2]) and any(live - less > deep - shallow for less, live in moments):
+        raise OptionError(f"the peak grows by {format_bytes(deep - shallow)} a layer beyond the inputs, and more than that is "
+                          "alive behind each", **where_to)
+    higher = max(live + more * (live - less) for less, live in moments)
     if higher > peak:
         raise OptionError(
             f"with {layers} layers the peak is not where it is with {depths[-1]}: there it would be "
@@ -145,6 +151,12 @@ def _moments(shallow: Compilation, deep: Compilation, depth: int) -> Iterator[tu
         for a, b in ((less, more), (less[::-1], more[::-1])):
             yield a[0].live_bytes, b[0].live_bytes
             yield from ((p.live_bytes, q.live_bytes) for p, q in takewhile(_same_operator, zip(a[:alike], b)))
+
+
+def _hold_a_layer(shallow: Compilation, deep: Compilation, depth: int) -> bool:
+    """Whether `_moments` reach through one layer at least, whatever of the other operators stands ahead of it."""
+    return all((depth - 1) * layer >= len(more) - (depth + 1) * layer + layer
+               for less, more in zip(_turns(shallow), _turns(deep)) for layer in [len(more) - len(less)])
 
 
 def _same_operator(pair: tuple[Point, Point]) -> bool:
