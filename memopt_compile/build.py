@@ -81,12 +81,11 @@ def step_graph(module: fx.GraphModule, origin: Sequence[tuple[str, Any, bool]],
 
 def _phases(graph: fx.Graph) -> dict[fx.Node, Phase]:
     """Trace order is the order in which eager ran: between a seed and the last gradient of its
-    backward is backward; after that, what a later seed needs is the next micro-batch's forward
-    and the rest is update."""
+    backward is backward; after that, what a later seed or its backward needs is the next micro-batch's
+    forward and the rest is update."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    seeds = [n for n in nodes if n.target is SEED]
     for_a_loss: set[fx.Node] = set()
-    stack = list(seeds)
+    stack = [n for n in nodes if n.target in (SEED, GRADIENT)]
     while stack:
         node = stack.pop()
         if node not in for_a_loss:

@@ -30,6 +30,7 @@ from .passes.dequantize_on_use import DequantizeOnUse
 from .passes.gather_again import GatherAgain
 from .passes.honour_checkpoints import HonourCheckpoints
 from .passes.host_ahead import HostAhead
+from .passes.join_backwards import JoinBackwards
 from .passes.keep_parameters import KeepParameters
 from .passes.offload import Offload
 from .passes.overlap_transfers import OverlapTransfers
@@ -90,8 +91,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Whole parameters stay, and are gathered behind their update, or they come and go.
         (options.zero in (1, 2), KeepParameters),
         (options.zero == 3, CastBeforeGather),
-        # What the user checkpoints is computed again. (Dropout by PyTorch's own operator can run again
-        # once its mask is drawn apart.)
+        # What the user checkpoints is computed again (dropout by PyTorch's operator once its mask is drawn apart).
         (eager, ReplayDropout),
         (True, HonourCheckpoints),
         # Backward gathers parameters for itself, also for what it computes again.
@@ -107,11 +107,13 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, WriteBackEarly),
         # Parameters in low precision are decoded by each reader for itself.
         (True, DequantizeOnUse),
+        # Several backwards through one forward go side by side, and let go of activations together.
+        (True, JoinBackwards),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
         (free and options.recompute, RematerializeFree),
-        # Convolutions that would copy every operand into channels-last get it so. What is alive
-        # beside them is settled now, so that their workspace can be seen to matter.
+        # Convolutions that would copy every operand into channels-last get it so. What is alive beside
+        # them is settled now, so that their workspace can be seen to matter.
         (True, ChannelsLast),
         # Some need less of it if their bias is added behind them.
         (True, PeelBias),
@@ -126,8 +128,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Where gradients are added up in place and updates run in slabs, no plan has to find room for more.
         (held and eager, partial(ReuseBuffers, of_gradients=True)),
         (held and eager, RunInSlabs),
-        # Is it too much still? Compute the loss layer for a part of its rows at a time: no operator
-        # runs twice for that.
+        # Is it too much still? Backwards that share activations have to come to them together.
+        (held, partial(JoinBackwards, limit_bytes)),
+        # And still? Compute the loss layer for a part of its rows at a time: no operator runs twice for that.
         (held and not eager, partial(ChunkLogits, limit_bytes)),
         # And still? Decide which activations to keep, and compress the others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
@@ -139,7 +142,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held and options.partition_activations, PartitionActivations),
         (held and options.offload, Offload),
         (held, ScheduleForPeak),
-        # In the final order, write into dead buffers. Inductor does so by itself.
+        # In the final order, write into dead buffers (Inductor does so by itself).
         (eager, ReuseBuffers),
         # What writes in place needs no buffer of its own: another order may be best now, and
         # that lets other buffers die in time to be written into.

@@ -117,6 +117,7 @@ def test_the_default_story(lowering):
         "honour_checkpoints",
         "write_back_early",
         "dequantize_on_use",
+        "join_backwards",
         "rematerialize_free",
         "channels_last",
         "peel_bias",
@@ -138,9 +139,9 @@ def test_the_story_under_a_budget(lowering):
     free = [p.name for p in pipelines.default(Options(lowering=lowering), lowering)]
     names = [p.name for p in pipelines.default(Options(lowering=lowering), lowering, 2**30,
                                                torch.device("cpu"))]
-    added = {"eager": ["reuse_buffers", "run_in_slabs", "replay_dropout", "plan_memory", "chunk_logits", "plan_memory",
-                       "recompute", "compress"],
-             "inductor": ["chunk_logits", "plan_memory", "recompute", "compress"]}[lowering]
+    added = {"eager": ["reuse_buffers", "run_in_slabs", "join_backwards", "replay_dropout", "plan_memory", "chunk_logits",
+                       "plan_memory", "recompute", "compress"],
+             "inductor": ["join_backwards", "chunk_logits", "plan_memory", "recompute", "compress"]}[lowering]
     at = free.index("update_in_place") + 1
     assert names == [*free[:at], *added, "schedule_for_peak", *free[at:]]
     without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)

@@ -199,7 +199,8 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     if (marked := backward.marked(tx, outputs, kwargs.get("grad_outputs"))) is not None:
         kwargs["grad_outputs"] = marked
     try:
-        result = original(self, tx, outputs, inputs, **kwargs)
+        with dynamo.using_up(tx.output):
+            result = original(self, tx, outputs, inputs, **kwargs)
     except compat.Unsupported as error:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
         # it may (the first backward freed nothing it needs), and says so if not.

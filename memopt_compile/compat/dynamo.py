@@ -142,10 +142,22 @@ def sequence(tx: Any, given: Any) -> Any:
     return VariableTracker.build(tx, tuple).call_function(tx, [given], {})
 
 
+def _saves(node: Any) -> bool:
+    """Whether an autograd node saves tensors: a backward frees those, and uses up only such nodes."""
+    return any(name.startswith("_raw_saved_") for name in dir(node)) or isinstance(node, BackwardCFunction)
+
+
 def _saving(value: torch.Tensor) -> set[Any]:
-    """The autograd nodes behind a fake value that save tensors: a backward frees those, and uses up only them."""
-    return {node for node in output_graph.collect_reachable_grad_fns([(value, None)])
-            if any(name.startswith("_raw_saved_") for name in dir(node)) or isinstance(node, BackwardCFunction)}
+    """The autograd nodes behind a fake value that save tensors."""
+    return {node for node in output_graph.collect_reachable_grad_fns([(value, None)]) if _saves(node)}
+
+
+@contextlib.contextmanager
+def using_up(output: Any) -> Iterator[None]:
+    """A backward within uses up what saves tensors, as in eager, and not also casts that micro-batches share."""
+    before = set(nodes := output.autograd_grad_consumed_grad_fns)
+    yield
+    nodes -= {node for node in nodes - before if not _saves(node)}
 
 
 def used_up(output: Any, value: torch.Tensor) -> bool:

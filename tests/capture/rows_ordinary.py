@@ -123,25 +123,6 @@ def hook_registered_later() -> Loop:
 
 
 @ordinary
-def two_backwards_that_share_a_sum() -> Loop:
-    """The sum keeps nothing for its backward, so eager may go through it twice."""
-    model = mlp()
-    shift = nn.Parameter(torch.ones(1))
-    model.register_parameter("shift", shift)
-    opt = adamw(model)
-
-    def step(x, y):
-        moved = x + shift
-        moved.square().mean().backward()
-        moved.exp().mean().backward()
-        opt.step()
-        opt.zero_grad()
-        return moved.detach()
-
-    return loop(model, opt, step)
-
-
-@ordinary
 def break_below_a_generator() -> Loop:
     """torch cannot compile what is left of the step then: it runs its parts, each on its own."""
     models = nn.ModuleList([mlp(), mlp()])

@@ -112,6 +112,25 @@ def function_backward() -> Loop:
 
 
 @row
+def two_backwards_that_share_a_sum() -> Loop:
+    """The sum keeps nothing for its backward, so eager may go through it twice."""
+    model = mlp()
+    shift = nn.Parameter(torch.ones(1))
+    model.register_parameter("shift", shift)
+    opt = adamw(model)
+
+    def step(x, y):
+        moved = x + shift
+        moved.square().mean().backward()
+        moved.exp().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        return moved.detach()
+
+    return loop(model, opt, step)
+
+
+@row
 def logits_and_metrics() -> Loop:
     model = mlp()
     opt = adamw(model)

@@ -1,6 +1,6 @@
 """Networks of kinds that Hugging Face has not: convolutional, recurrent, generative, in two parts, frozen, masked.
 
-Each is a function that makes a model and its loss of a batch, sized so that activations outweigh parameters.
+Each is a function that makes a model and its loss of a batch (or its losses), sized so that activations outweigh parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memopt_compile as memopt
 
-Made = tuple[nn.Module, Callable[..., Tensor], tuple]
+Made = tuple[nn.Module, Callable[..., Tensor | tuple[Tensor, ...]], tuple]
 
 
 class Residual(nn.Module):
@@ -317,6 +317,18 @@ def point_cloud() -> Made:
     return nn.ModuleList([each, head]), loss, (torch.randn(8, 3, 48), torch.randint(5, (8,)))
 
 
+def tasks(count: int = 2) -> Made:
+    """A transformer with a head for each of several tasks, whose losses go back one after the other."""
+    layer = nn.TransformerEncoderLayer(48, 4, 128, 0.1, "gelu", batch_first=True, norm_first=True)
+    body, heads = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.ModuleList(nn.Linear(48, 5) for _ in range(count))
+
+    def losses(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        hidden = body(x).mean(1)
+        return tuple(F.cross_entropy(head(hidden), (y + i) % 5) for i, head in enumerate(heads))
+
+    return nn.ModuleList([body, heads]), losses, (torch.randn(16, 32, 48), torch.randint(5, (16,)))
+
+
 def plain(depth: int = 8) -> Made:
     model = nn.Sequential(*[m for i in range(depth) for m in (nn.Linear(48 + i, 49 + i), nn.Tanh(), nn.Dropout(0.1))],
                           nn.Linear(48 + depth, 4))
@@ -348,7 +360,7 @@ NETS: dict[str, Callable[[], Made]] = {
     "nn.Transformer": translation, "two towers": towers, "VAE": vae, "padding masks": padded,
     "loss of kept rows": lambda: autoregressive(kept_rows), "loss with ignored rows": lambda: autoregressive(ignored_rows),
     "frozen backbone": frozen, "LoRA": lora, "inverted bottlenecks": mixer, "DenseNet": dense, "graph network": graph,
-    "PointNet": point_cloud,
+    "PointNet": point_cloud, "two backwards": tasks, "four backwards": lambda: tasks(4),
     "U-Net, 2 micro-batches": lambda: micro_batches(unet, 2),
     "experts, 4 micro-batches": lambda: micro_batches(lambda: experts(Experts), 4),
 }
@@ -362,8 +374,11 @@ def build(name: str) -> Training:
 
     def step(*batch: Tensor) -> Tensor:
         for part in memopt.micro_batches(n, *batch) if n > 1 else [batch]:
-            loss = loss_of(*part) / n
-            loss.backward()
+            losses = loss_of(*part)
+            losses = losses if isinstance(losses, tuple) else (losses,)
+            for i, each in enumerate(losses, 1):
+                loss = each / n
+                loss.backward(retain_graph=i < len(losses))
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         opt.step()
         opt.zero_grad()

@@ -55,9 +55,8 @@ def test_golden():
   mul_1: f64[4] = mul(x0, full_0)
   add_0: f64[4] = add(s0, mul_1)
   copy_0: f64[4] = copy_(s0, add_0)
-update:
-  sin_0: f64[4] = sin(p0)
 forward:
+  sin_0: f64[4] = sin(p0)
   add_1: f64[4] = add(x0, p0)
   sum_1: f64[] = sum(add_1)
 backward:
