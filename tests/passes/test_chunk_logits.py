@@ -195,8 +195,7 @@ def test_returned_logits_are_refused():
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "none"])
 def test_class_weights(kind):
-    weight = 0.5 + torch.arange(VOCABULARY).double()
-    chunk(loss_layer(lambda z, y: F.cross_entropy(z, y, weight=weight, reduction=kind).sum()), ignored=True)
+    chunk(loss_layer(lambda z, y: F.cross_entropy(z, y, torch.arange(50.0).double(), reduction=kind).sum()), ignored=True)
 
 
 def test_a_gradient_that_depends_on_the_loss_is_refused():
