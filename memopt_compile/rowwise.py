@@ -10,7 +10,7 @@ parts of the rows add up to its value. `rule` knows these families, and None for
 3. views and fills that keep the rows in front: row by row; the transpose of a matrix has them last;
 4. `mm(rows, w)` and `addmm(bias, rows, w)`: row by row;
 5. `mm(columns, rows)`, and `sum` over all rows: a sum over rows;
-6. the loss of each target by its number (`nll_loss` without class weights), and its gradient: row by row.
+6. the loss of each target by its number (`nll_loss`), and its gradient: row by row.
 """
 
 from __future__ import annotations
@@ -229,10 +229,12 @@ def _loss(node: fx.Node, rows: int) -> Rule | None:
     if not forward and node.target is not aten.nll_loss_backward.default:
         return None
     logs, targets, weight, reduction = node.args[:4] if forward else node.args[1:5]
-    if weight is not None or _value(logs).dim() != 2 or _value(logs).shape[0] != rows or (
+    if _value(logs).dim() != 2 or _value(logs).shape[0] != rows or (
             forward and reduction != UNREDUCED):
         return None
     needs = {logs: ROWS, targets: ROWS}
+    if weight is not None:
+        needs |= {weight: WHOLE}
     if not forward:
         needs |= {node.args[0]: ROWS if reduction == UNREDUCED else WHOLE, node.args[6]: WHOLE}
     return Rule(ROWS, needs, node.target, node.args, node.kwargs)

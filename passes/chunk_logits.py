@@ -5,7 +5,7 @@ its gradient: usually the peak of the step. In a whole step the gradient of the 
 the loss is, so that every row can go from its hidden state to the gradient of that by itself.
 
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
-   of targets that count: that number needs no logits.
+   of targets that count, or by the sum of their class weights: neither needs logits.
 2. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
    narrow rows and to sums over rows. What has none is refused with the reason.
 3. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
@@ -86,17 +86,21 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
-    """Rule 1, for the losses without class weights."""
+    """Rule 1."""
     for node in step.graph.find_nodes(op="call_function", target=NLL):
         logs, targets, weight, reduction, ignored = node.args
-        if weight is not None or logs.meta["val"].dim() != 2:
+        if logs.meta["val"].dim() != 2:
             continue
         with step.graph.inserting_before(node):
-            counted = step.call(node, aten.sum.default, step.call(
-                node, aten.ne.Scalar, targets, ignored))
+            counts = step.call(node, aten.ne.Scalar, targets, ignored)
+            if weight is not None:  # what is ignored may be no class
+                classes = step.call(node, aten.mul.Tensor, targets, counts)
+                weights = step.call(node, aten.index_select.default, weight, 0, classes)
+                counts = step.call(node, aten.mul.Tensor, weights, counts)
+            counted = step.call(node, aten.sum.default, counts)
             count = step.call(node, aten._to_copy.default, counted, dtype=logs.meta["val"].dtype)
         total = node.meta["val"][1]
-        node.args = (logs, targets, None, 0, ignored)
+        node.args = (logs, targets, weight, 0, ignored)
         node.meta["val"] = (logs.meta["val"].new_empty(targets.meta["val"].shape), total)
         for item in list(node.users):
             if item.args[1] == 1:

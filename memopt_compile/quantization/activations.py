@@ -187,7 +187,7 @@ def _quantized(blocks: Tensor, inner: tuple[int, ...], bits: int, offset: bool) 
     blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     if offset:
         high, low = blocks.amax(inner, keepdim=True), blocks.amin(inner, keepdim=True)
-        middle = ((high + low) / 2).to(of_scales)
+        middle = (high / 2 + low / 2).to(of_scales)  # high + low may be beyond the type
         scales, blocks, more = ((high - low) / (2 * half)).to(of_scales), blocks - middle, [middle]
     else:
         scales, more = (extremes(blocks, inner) / -half).to(of_scales), []

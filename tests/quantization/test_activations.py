@@ -158,3 +158,9 @@ def test_the_largest_half_comes_back_finite(form):
     value = torch.full((256, 256), largest, dtype=torch.float16)
     value[::2, 1::2] = -largest
     assert torch.isfinite(decompress(compress(value, form), *layout(value, form))).all()
+
+
+def test_the_middle_of_large_numbers_is_finite():
+    """Their sum is not, and the scale, 0, would not tell."""
+    value = torch.full((4, 64), torch.finfo(torch.float32).max)
+    assert torch.equal(decompress(compress(value, "int4 offset"), *layout(value, "int4 offset")), value)
