@@ -62,6 +62,10 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
     """
     try:
         opts = Options.from_dict(options)
+        if backend.uninstalled:
+            raise CaptureError("memopt was uninstalled, and Dynamo's trace of a step is not for it any more",
+                               where="memopt_compile.driver.uninstall()",
+                               do="start a new process, or compile with another backend")
         if mode is not None:
             raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
                               do="leave it out: memopt's settings are in options={...}")
@@ -380,9 +384,11 @@ def _reset() -> None:
 def uninstall() -> None:
     """Take away what memopt has changed in the process: Dynamo's wrapper, methods of DTensor, the heap's thresholds."""
     _unwrap()
+    backend.uninstalled = True
     wrapping.put_back()
     devices.give_freed_bytes_back()
 
 
 backend.reset = _reset
+backend.uninstalled = False
 _unwrap = capture.install(lambda function: function is backend, _check_left)

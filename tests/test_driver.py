@@ -335,7 +335,12 @@ wrapped = {name for name, method in vars(DTensor).items() if method is not metho
 assert wrapped == {"redistribute", "__deepcopy__", "__reduce_ex__", "__create_write_items__"}
 memopt_compile.driver.uninstall()
 assert not changed() and dict(vars(DTensor)) == methods
-print("clean")
+torch.compiler.reset()
+try:
+    torch.compile(train, backend="memopt", options={"lowering": "eager"})(torch.ones(2, 4))
+except memopt_compile.CaptureError as error:
+    assert "uninstalled" in str(error)
+    print("clean")
 """
 
 

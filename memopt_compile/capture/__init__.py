@@ -210,6 +210,10 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
             if not breaks.demands_one_graph(tx.output):
                 breaks.run_in_eager(error)
         raise
+    except compat.TorchRuntimeError as error:
+        if "to not have been used in the graph" in str(error):
+            raise
+        breaks.break_graph("a gradient that cannot be traced", breaks.cause_of(error), "take this derivative out of the step")
     _notes_of(tx).backwards += 1
     create = kwargs.get("create_graph")
     if create is not None and getattr(create, "value", None):

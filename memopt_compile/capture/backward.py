@@ -57,6 +57,10 @@ def method_backward(original: Callable, self: Any, tx: Any, gradient: Any = None
         breaks.break_graph(
             "backward() of a DTensor", "as a loss is that is computed from what model.parameters() has of parameters that "
             "ranks share: this rank's rows", "read them from their modules, which gather them: layer.weight")
+    if create_graph is not None and getattr(create_graph.realize(), "value", True):
+        breaks.break_graph(
+            "backward(create_graph=True)", "the gradients that it leaves in .grad can be differentiated again, and in the "
+            "graph they are finished", "differentiate torch.autograd.grad(loss, parameters, create_graph=True)")
     if dynamo.is_none(inputs):
         known = compat.tensor_variables(tx.output)
         leaves = _leaves(compat.fake_value(self))

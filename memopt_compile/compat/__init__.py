@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import AutogradGradRestartAnalysis, BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import (
+    AutogradGradRestartAnalysis,
+    BackendCompilerFailed,
+    TorchRuntimeError,
+    Unsupported,
+)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -38,7 +43,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
-    "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserDefinedVariable", "UserFunctionVariable", "UserMethodVariable",
+    "TorchRuntimeError", "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserDefinedVariable", "UserFunctionVariable", "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified",
     "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",

@@ -30,6 +30,12 @@ def run_in_eager(why: object) -> NoReturn:
     raise SkipFrame(str(why)) from (why if isinstance(why, Exception) else None)
 
 
+def cause_of(error: Exception) -> str:
+    """What torch says of an operator that fails on fake tensors, without the call."""
+    found = re.search(r"got (\w+\(.*?\))\n", str(error))
+    return found[1] if found else str(error).splitlines()[0]
+
+
 def restart(output: Any, why: str) -> NoReturn:
     """From a backend: trace the frame of `output` again, from nothing."""
     output.root_tx.speculation_log.clear()

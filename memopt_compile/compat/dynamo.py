@@ -349,6 +349,8 @@ def tracing_scope(
                             skip_no_tensor_aliasing_guards_on_parameters=False),
         mock.patch.object(lists, "behind_the_step", behind),
         mock.patch.object(torch_guards, "is_from_optimizer_source", lambda source: False),
+        mock.patch.object(torch_guards, "match_on_id_for_tensor", functools.partial(
+            guards.is_the_same_tensor, torch_guards.match_on_id_for_tensor)),
         branches.patches(checks, checked), *python.patches(), *decided.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",

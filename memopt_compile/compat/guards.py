@@ -41,6 +41,13 @@ def call_module(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) 
     return original(self, tx, args, kwargs)
 
 
+def is_the_same_tensor(original: Callable, guard: Any) -> bool:
+    """Whether a tensor is guarded by its identity, as the key of a dict is. Dynamo has the gradient of a parameter that
+    is a key of `optimizer.state` for one too: every backward makes another."""
+    source = guard.originating_source
+    return not (isinstance(source, AttrSource) and source.member == "grad") and original(guard)
+
+
 def call_checkpoint(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """A reentrant checkpoint none of whose tensors needs a gradient: eager gives none to the parameters in it either.
     Dynamo takes every checkpoint for one that is not reentrant."""

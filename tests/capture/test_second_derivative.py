@@ -207,3 +207,44 @@ def test_autocast_around_the_model():
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         model.zero_grad()
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def hessians(model, x):
+    return torch.vmap(torch.func.hessian(lambda each: model(each).sum()))(x).square().mean()
+
+
+def gradients_left_behind(model, x):
+    loss = model(x).square().mean()
+    loss.backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in model.parameters())
+    for p in model.parameters():
+        p.grad = None
+    return model(x).square().mean() + penalty
+
+
+@pytest.mark.parametrize("loss_of", [hessians, gradients_left_behind])
+def test_what_cannot_be_differentiated_in_the_graph_is_by_the_ordinary_path(loss_of, caplog):
+    """In the graph the gradients in .grad are finished: the penalty gave none. torch ends with an error of the Hessian's."""
+    def trained(compile):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            loss = loss_of(model, x)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+        step = compile(step)
+        for _ in range(3):
+            step(torch.ones(2, 3, dtype=torch.float64))
+        return list(model.parameters())
+
+    expected = trained(lambda step: step)
+    with caplog.at_level("WARNING", logger="memopt_compile"):
+        got = trained(lambda step: torch.compile(step, backend="memopt", options={"lowering": "eager"}))
+    assert sum("not captured whole" in line for line in caplog.messages) == 1
+    for p, q in zip(expected, got):
+        torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12)

@@ -128,3 +128,20 @@ def test_numbers_of_asgd_are_as_exact_as_pythons(monkeypatch):
         opt.step()
         opt.zero_grad()
     assert max(float((p - q).abs().max()) for p, q in zip(found, model.parameters())) <= 1e-14
+
+
+def test_an_update_in_a_function_of_its_own_is_compiled_once():
+    """Each backward makes new gradients, and Dynamo found them by the keys of the optimizer's state, whose identity counts."""
+    torch.compiler.reset()
+    model = nn.Linear(4, 2)
+    opt = torch.optim.Adam(model.parameters())
+
+    @torch.compile(backend="memopt", options={"lowering": "eager"})
+    def update():
+        opt.step()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            opt.zero_grad()
+            model(torch.ones(3, 4)).pow(2).sum().backward()
+            update()
