@@ -37,7 +37,7 @@ from . import (
 )
 from .backends import eager, inductor
 from .capture import iterations, read_later, telling, update_operator
-from .compat import breaks, data, dynamo, trace
+from .compat import breaks, data, trace, used_up
 from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
 from .finiteness import random_numbers
@@ -113,7 +113,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)
     log.info("%s: %s", notes.where, _kind_line(kind, notes))
-    if kind == "model" and (notes.reason or notes.resumed) and dynamo.backwards_apart(_results(gm)):
+    if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(_results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     if kind == "model":
@@ -350,7 +350,7 @@ def _detach_outputs(gm: fx.GraphModule, notes: capture.Notes) -> None:
     results = []
     for value in output.args[0]:
         fake = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-        if getattr(fake, "grad_fn", None) is not None and (not of_autograd or dynamo.used_up(notes.trace, fake)):
+        if getattr(fake, "grad_fn", None) is not None and (not of_autograd or used_up.used_up(notes.trace, fake)):
             with gm.graph.inserting_before(output):
                 detached = gm.graph.call_method("detach", (value,))
             detached.meta["example_value"] = fake.detach()

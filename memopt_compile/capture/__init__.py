@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import compat, folding
-from ..compat import branches, breaks, decided, dynamo, frames, guards
+from ..compat import branches, breaks, decided, dynamo, frames, guards, used_up
 from ..errors import MemoptError
 from ..records import compilations
 from . import backward, functions, iterations, read_later, telling, torch_optim, update_copies
@@ -199,7 +199,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
     if (marked := backward.marked(tx, outputs, kwargs.get("grad_outputs"))) is not None:
         kwargs["grad_outputs"] = marked
     try:
-        with dynamo.using_up(tx.output):
+        with used_up.using_up(tx.output):
             result = original(self, tx, outputs, inputs, **kwargs)
     except compat.Unsupported as error:
         # Cut in two here, the second half would find no graph to go through; eager knows whether
@@ -229,7 +229,7 @@ def _validate_outputs(original: Callable, self: Any, rv: Any, tx: Any) -> None:
         return
     values = {v.as_proxy().node.name: compat.fake_value(v) for v in rv if isinstance(v, compat.TensorVariable)}
     leaked = [name for name, fake in values.items()
-              if getattr(fake, "grad_fn", None) is not None and not dynamo.used_up(self, fake)]
+              if getattr(fake, "grad_fn", None) is not None and not used_up.used_up(self, fake)]
     if leaked:
         tx.speculation_log.autograd_grad_leaked_tensors = leaked  # named in the reason by 2.13
         tx.speculation_log.graph_break_on_autograd_grad = True

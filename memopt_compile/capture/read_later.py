@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import compat
-from ..compat import breaks, dynamo
+from ..compat import breaks, used_up
 from ..compat.decided import PYTHONS, is_given
 from ..errors import OptionError
 from ..step_graph import source_line
@@ -32,7 +32,7 @@ def waits(tx: Any, tensor: Any, notes: Any) -> bool:
     what is done with the number cannot be traced."""
     value = compat.fake_value(tensor)
     ended = _is_over(tx, notes)
-    leaks = getattr(value, "grad_fn", None) is not None and not dynamo.used_up(tx.output, value)
+    leaks = getattr(value, "grad_fn", None) is not None and not used_up.used_up(tx.output, value)
     if not notes.reads_later or value.dtype is torch.bool or value.is_complex():
         return False
     if ended and not leaks:

@@ -43,7 +43,8 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 __all__ = [
     "AutogradGradRestartAnalysis", "BackendCompilerFailed", "BaseListVariable", "FakeTensor",
     "FakeTensorMode", "LazyVariableTracker", "OptimizerVariable", "TensorVariable",
-    "TorchRuntimeError", "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserDefinedVariable", "UserFunctionVariable", "UserMethodVariable",
+    "TorchRuntimeError", "TracingContext", "Unsupported", "UserDefinedObjectVariable", "UserDefinedVariable", "UserFunctionVariable",
+    "UserMethodVariable",
     "VariableBuilder", "VariableTracker", "aot_module_simplified",
     "detect_fake_mode", "detect_is_causal_mask", "input_descriptor_index", "output_targets",
     "single_tensor_adafactor", "single_tensor_adam", "single_tensor_asgd", "single_tensor_radam",
