@@ -6,12 +6,13 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
    of targets that count, or by the sum of their class weights: neither needs logits.
-2. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
+2. Logits of rows that nobody reads (a shift against the targets) are not made, by `row_slices`.
+3. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
    narrow rows and to sums over rows. What has none is refused with the reason.
-3. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
+4. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
    are joined, its sums added up, those of 16-bit numbers in float32.
-4. What such rows need of the backward (the 1 it starts from, 1/N) moves in front of them.
-5. More parts are tried until the region fits by itself. Those with the lowest predicted peak of the step
+5. What such rows need of the backward (the 1 it starts from, 1/N) moves in front of them.
+6. More parts are tried until the region fits by itself. Those with the lowest predicted peak of the step
    are taken, of equal ones those with the lowest in the region; none if the step's does not fall.
 
 Before:  z = h·Wᵀ; p = log_softmax(z); loss = −Σ p[y]; dz = exp(p) − 1[y]; dh = dz·W; dW = dzᵀ·h
@@ -33,6 +34,7 @@ from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.row_regions import Region, regions
+from memopt_compile.row_slices import slice_first
 from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
 from memopt_compile.step_graph import Phase, StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
@@ -53,7 +55,7 @@ class ChunkLogits(StepPass):
     parts: tuple[int, ...] = (2, 4, 8, 16)
 
     def requires(self, step: StepGraph) -> str | None:
-        found = regions(plain_losses(step.copy()))
+        found = regions(prepared(step.copy()))
         reasons = [r for r in found if isinstance(r, str)]
         return None if len(reasons) < len(found) else (
             reasons[0] if reasons else "no loss is computed from the rows of a wide matrix product")
@@ -64,7 +66,7 @@ class ChunkLogits(StepPass):
         if start.peak_bytes <= self.peak_bytes or step.plan is not None and step.plan.fits:
             return
         best, lowest = None, (start.transient_peak_bytes, 0)
-        for parts in self.parts:  # rule 5
+        for parts in self.parts:  # rule 6
             twin = step.copy()
             written = set(chunked(twin, parts))
             points = timeline(twin, costs).points
@@ -80,9 +82,14 @@ class ChunkLogits(StepPass):
 
 def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
     """Compute every region of `step` in so many parts; the nodes that do."""
-    return [node for region in regions(plain_losses(step))
+    return [node for region in regions(prepared(step))
             if isinstance(region, Region) and region.rows >= parts
             for node in _Chunks(step, region).write(parts)]
+
+
+def prepared(step: StepGraph) -> StepGraph:
+    """Rules 1 and 2, in place."""
+    return plain_losses(slice_first(step))
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
@@ -126,7 +133,7 @@ class _Chunks:
 
     def write(self, parts: int) -> list[fx.Node]:
         step, region = self.step, self.region
-        for node in region.moved:  # rule 4
+        for node in region.moved:  # rule 5
             if region.product < node:  # another region may have moved it further
                 region.product.prepend(node)
         size = -(-region.rows // parts)
@@ -145,7 +152,7 @@ class _Chunks:
         return self.written
 
     def _part(self, start: int, end: int, joined: dict[fx.Node, Any]) -> None:
-        """Rule 3 for the rows from `start` to `end`: results go into `joined`."""
+        """Rule 4 for the rows from `start` to `end`: results go into `joined`."""
         part: dict[tuple[fx.Node, str], fx.Node] = {}
 
         def operand(value: fx.Node, need: str) -> fx.Node:

@@ -1,0 +1,254 @@
+"""Logits of those rows alone that are read: `logits[:, :-1]`, shifted against their targets.
+
+A product of all tokens' hidden states with a wide matrix, of which a slice of the rows is read, is the product of
+the slice. As written nothing can be computed for a part of the rows from the product to the loss (`row_regions`), since
+rows change their number on the way. The rules:
+
+1. A `slice_backward` [.., V] of rows, with what keeps zeros zero behind it (a cast, a scale, the derivative of
+   tanh by what forward made), is read by products as rows of a matrix: those products read it without the zeros and the
+   hidden states without these rows; rows that come out are padded instead. A sum over rows leaves zeros out.
+2. A `slice` of rows of a product, with elementwise operators in between, becomes the product of the sliced hidden
+   states if nothing reads the other rows. A copy into its own order, which it then has, goes.
+3. Only products that are wider than their operand: the hidden states are copied without the rows, once.
+
+Before:  z = view(mm(h, W)); s = clone(z[:, :-1]); .. | g = slice_backward(ds); dh = mm(g, Wᵀ); dW = mm(gᵀ, h)
+After:   k = clone(h[:, :-1]); s = view(mm(k, W)); .. | dh = slice_backward(mm(ds, Wᵀ)); dW = mm(dsᵀ, k)
+
+Numbers: the same products of fewer rows, whose sums leave zeros out: equal but for the order of sums. Without parts
+this saves no memory, but copies: where logits are most of the peak, what reads them has as many before and behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .ordering import is_random
+from .rowwise import PRODUCTS
+from .step_graph import OPERATOR, Phase, StepGraph, mutated_args
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+
+
+def slice_first(step: StepGraph) -> StepGraph:
+    """Rules 1 and 2, in place."""
+    rewrite = _Rewrite(step)
+    for node in list(step.computing()):
+        if padded := _padded(node):
+            rewrite.unpad(padded)
+    for node in list(step.computing()):
+        if node.users and (chain := _chain(node)):
+            rewrite.cut(chain)
+    return step
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Rule 1: the operators from a `slice_backward` on, and the view as a matrix that products read."""
+
+    through: tuple[fx.Node, ...]
+    matrix: fx.Node
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rule 2: a product, the view of its rows in several dimensions, what comes elementwise, and the slices of that."""
+
+    product: fx.Node
+    through: tuple[fx.Node, ...]
+    slices: dict[fx.Node, fx.Node] = field(hash=False)  # and the one of `through` that each is of
+
+
+def _shape(node: Any) -> tuple:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _static(*nodes: fx.Node) -> bool:
+    return all(type(size) is int for node in nodes for size in _shape(node))
+
+
+def _cut(node: fx.Node) -> tuple | None:
+    """Dimension, begin and end of a slice of rows or of its gradient; None if it is not one."""
+    if node.target is aten.slice.Tensor:
+        dimension, begin, end, by = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1:])
+        shape = _shape(node.args[0])
+    elif node.target is aten.slice_backward.default:
+        (shape, dimension, begin, end), by = node.args[1:5], node.args[5]
+    else:
+        return None
+    if not _static(node, node.args[0]) or by != 1 or len(shape) < 3:
+        return None
+    begin, end, _ = slice(begin, end).indices(shape[dimension])
+    dimension %= len(shape)
+    return (dimension, begin, end) if dimension < len(shape) - 1 and begin < end else None
+
+
+def _elementwise(node: fx.Node, value: fx.Node) -> bool:
+    """Whether `node` is made of each number of `value` by itself, and of nothing else that is a tensor."""
+    return (isinstance(node.target, OPERATOR) and _shape(node) == _shape(value) and node.all_input_nodes == [value]
+            and (torch.Tag.pointwise in node.target.tags or node.target is aten._to_copy.default)
+            and not is_random(node) and not mutated_args(node))
+
+
+def _keeps_zeros(node: fx.Node, value: fx.Node) -> bool:
+    if node.target is aten.tanh_backward.default:
+        return node.args[0] is value and node.args[1] is not value and _shape(node.args[1]) == _shape(value)
+    return _elementwise(node, value) and (node.target in (aten._to_copy.default, aten.neg.default) or (
+        node.target in SCALES and node.args[0] is value))
+
+
+def _padded(node: fx.Node) -> Padded | None:
+    if node.target is not aten.slice_backward.default or _cut(node) is None:
+        return None
+    through, shape = [node], _shape(node)
+    while len(through[-1].users) == 1:
+        (user,) = through[-1].users
+        if user.target in VIEWS and _shape(user) == (prod(shape[:-1]), shape[-1]):
+            readers = list(user.users)
+            if readers and all(_product_of(r, user) for r in readers):
+                return Padded(tuple(through), user)
+            return None
+        if not _keeps_zeros(user, through[-1]):
+            return None
+        through.append(user)
+    return None
+
+
+def _product_of(reader: fx.Node, matrix: fx.Node) -> str | None:
+    """How `reader` reads the rows of `matrix`, wide as it is: "rows", "columns", "sum"; None for another way."""
+    width = _shape(matrix)[1]
+    if reader.target is aten.mm.default and reader.args[0] is matrix and reader.args[1] is not matrix:
+        return "rows" if _static(reader) and _shape(reader)[1] < width else None
+    if reader.target is aten.t.default:
+        alike = reader.users and all(u.target is aten.mm.default and u.args[0] is reader and u.args[1] is not reader
+                                     and _static(u) and _shape(u)[1] < width for u in reader.users)
+        return "columns" if alike else None
+    if reader.target is aten.sum.dim_IntList and list(reader.args[1]) == [0] and not any(reader.args[2:]):
+        return "sum"
+    return None
+
+
+def _chain(node: fx.Node) -> Chain | None:
+    product = node.args[0] if node.target in VIEWS else None
+    if not isinstance(product, fx.Node) or product.target not in PRODUCTS or list(product.users) != [node]:
+        return None
+    left = product.args[PRODUCTS[product.target]]
+    shape = _shape(node)
+    if not _static(product, left, node) or len(shape) < 3 or shape[-1] != _shape(product)[1] <= _shape(left)[1]:
+        return None
+    if product.target is aten.addmm.default and (product.kwargs or _shape(product.args[0]) != shape[-1:]):
+        return None
+    through, slices = [node], {}
+    while True:
+        above: list[fx.Node] = []
+        for user in through[-1].users:
+            if user.target is aten.slice.Tensor and user.args[0] is through[-1]:
+                slices[user] = through[-1]
+            else:
+                above.append(user)
+        if not above:
+            break
+        if len(above) > 1 or not _elementwise(above[0], through[-1]):
+            return None
+        through.append(above[0])
+    cuts = {_cut(each) for each in slices}
+    return Chain(product, tuple(through), slices) if len(cuts) == 1 and None not in cuts else None
+
+
+class _Rewrite:
+    def __init__(self, step: StepGraph):
+        self.step = step
+        self.kept: dict[tuple, fx.Node] = {}  # the hidden states without the rows, as a matrix
+
+    def unpad(self, padded: Padded) -> None:
+        """Rule 1."""
+        step, (start, *rest), matrix = self.step, padded.through, padded.matrix
+        cut, shape = _cut(start), _shape(start)
+        with step.graph.inserting_before(matrix):
+            value = start.args[0]
+            for node in rest:
+                others = [self._sliced(node, a, cut) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+                value = step.call(node, node.target, value, *others, **node.kwargs)
+            value = self._matrix(matrix, value)
+        for reader in list(matrix.users):
+            how = _product_of(reader, matrix)
+            if how == "rows":
+                with step.graph.inserting_before(reader):
+                    made = step.call(reader, reader.target, value, reader.args[1])
+                    narrow = [*shape[:-1], _shape(reader)[1]]
+                    less = [*_shape(start.args[0])[:-1], _shape(reader)[1]]
+                    made = step.call(reader, aten.view.default, made, less)
+                    made = step.call(reader, aten.slice_backward.default, made, narrow, *cut, 1)
+                    made = step.call(reader, aten.view.default, made, list(_shape(reader)))
+                step.replace(reader, made)
+            elif how == "columns":
+                for product in list(reader.users):
+                    kept = self._kept(product.args[1], shape[:-1], cut, product)
+                    with step.graph.inserting_before(product):
+                        turned = step.call(reader, aten.t.default, value)
+                        made = step.call(product, product.target, turned, kept)
+                    step.replace(product, made)
+                step.erase(reader)
+            else:
+                reader.replace_input_with(matrix, value)
+        for node in (matrix, *reversed(padded.through)):
+            step.erase(node)
+
+    def cut(self, chain: Chain) -> None:
+        """Rule 2."""
+        step, product, (view, *rest) = self.step, chain.product, chain.through
+        cut, position = _cut(next(iter(chain.slices))), PRODUCTS[product.target]
+        args = list(product.args)
+        args[position] = self._kept(args[position], _shape(view)[:-1], cut, product)
+        with step.graph.inserting_before(product):
+            made = step.call(product, product.target, *args, **product.kwargs)
+        dimension, begin, end = cut
+        shape = list(_shape(view))
+        shape[dimension] = end - begin
+        with step.graph.inserting_before(view):
+            cuts = {view: step.call(view, aten.view.default, made, shape)}
+        for node in rest:
+            with step.graph.inserting_before(node):
+                cuts[node] = step.call(node, node.target, *(cuts.get(a, a) if isinstance(a, fx.Node) else a for a in node.args),
+                                       **node.kwargs)
+        for node, of in chain.slices.items():
+            for user in list(node.users):
+                if _copies(user) and len(node.users) == 1:
+                    step.replace(user, cuts[of])
+            step.replace(node, cuts[of])
+        for node in (*reversed(chain.through), product):
+            step.erase(node)
+
+    def _kept(self, hidden: fx.Node, lead: tuple, cut: tuple, reader: fx.Node) -> fx.Node:
+        """`hidden` [N, D] with rows `lead`, without those that are cut off; made in front of its first reader in forward."""
+        key = hidden, lead, cut
+        if key not in self.kept:
+            forward = [n for n in hidden.users if n.target in PRODUCTS and self.step.phase(n) is Phase.FORWARD]
+            at = min([*forward, reader]) if forward else reader
+            with self.step.graph.inserting_before(at):
+                rows = self.step.call(at, aten.view.default, hidden, [*lead, _shape(hidden)[1]])
+                rows = self.step.call(at, aten.slice.Tensor, rows, *cut)
+                self.kept[key] = self._matrix(at, rows)
+        return self.kept[key]
+
+    def _matrix(self, like: fx.Node, value: fx.Node) -> fx.Node:
+        """`value` [.., D] as a matrix of its rows, copied where it has to be."""
+        if value.target in VIEWS and _shape(value.args[0]) == (prod(_shape(value)[:-1]), _shape(value)[-1]):
+            return value.args[0]
+        if not value.meta["val"].is_contiguous():
+            value = self.step.call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
+        return self.step.call(like, aten.view.default, value, [prod(_shape(value)[:-1]), _shape(value)[-1]])
+
+    def _sliced(self, like: fx.Node, value: fx.Node, cut: tuple) -> fx.Node:
+        return self.step.call(like, aten.slice.Tensor, value, *cut)
+
+
+def _copies(node: fx.Node) -> bool:
+    return node.target is aten.clone.default and node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)

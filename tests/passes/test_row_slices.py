@@ -1,0 +1,99 @@
+"""Losses of some rows of the logits, mostly those of the next token."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_chunk_logits import VOCABULARY, chunk, loss_layer, refusal
+
+from memopt_compile.row_slices import slice_first
+
+SHAPE = (4, 6)
+
+
+def of_next(logits, y):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), y[:, 1:].reshape(-1))
+
+
+def capped(logits, y):
+    return of_next(torch.tanh(logits / 5) * 5, y)
+
+
+def by_copies(logits, y):
+    """As older models of Hugging Face have it."""
+    shifted, targets = logits.float()[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+    return F.cross_entropy(shifted.view(-1, VOCABULARY), targets.view(-1), label_smoothing=0.1)
+
+
+def of_some_sequences(logits, y):
+    return F.cross_entropy(logits[1:3].reshape(-1, VOCABULARY), y[1:3].reshape(-1))
+
+
+def test_golden():
+    step = slice_first(loss_layer(of_next, shape=(2, 3), bias=True))
+    step.verify()
+    assert step.text() == """\
+p0: f64[50, 4]  # parameter trained
+p1: f64[50]  # parameter trained
+x0: f64[2, 3, 4]  # batch
+x1: i64[2, 3]  # batch
+forward:
+  tanh_0: f64[2, 3, 4] = tanh(x0)
+  view_0: f64[6, 4] = view(tanh_0, [6, 4])
+  t_0: f64[4, 50] = t(p0)
+  view_1: f64[2, 3, 4] = view(view_0, [2, 3, 4])
+  slice_0: f64[2, 2, 4] = slice(view_1, 1, 0, 2)
+  clone_0: f64[2, 2, 4] = clone(slice_0, memory_format=torch.contiguous_format)
+  view_2: f64[4, 4] = view(clone_0, [4, 4])
+  addmm_0: f64[4, 50] = addmm(p1, view_2, t_0)
+  view_3: f64[2, 2, 50] = view(addmm_0, [2, 2, 50])
+  view_4: f64[4, 50] = view(view_3, [4, 50])
+  slice_1: i64[2, 2] = slice(x1, 1, 1, 9223372036854775807)
+  clone_1: i64[2, 2] = clone(slice_1, memory_format=torch.contiguous_format)
+  view_5: i64[4] = view(clone_1, [4])
+  log_softmax_0: f64[4, 50] = _log_softmax(view_4, 1, False)
+  nll_loss_forward_0: 2 values = nll_loss_forward(log_softmax_0, view_5, None, 1, -100)
+  getitem_0: f64[] = getitem(nll_loss_forward_0, 0)
+  getitem_1: f64[] = getitem(nll_loss_forward_0, 1)
+backward:
+  full_0: f64[] = full([], 1, device=cpu, dtype=torch.float64, pin_memory=False)
+  nll_loss_backward_0: f64[4, 50] = nll_loss_backward(full_0, log_softmax_0, view_5, None, 1, -100, getitem_1)
+  log_softmax_backward_data_0: f64[4, 50] = _log_softmax_backward_data(nll_loss_backward_0, log_softmax_0, 1, torch.float64)
+  view_6: f64[2, 2, 50] = view(log_softmax_backward_data_0, [2, 2, 50])
+  mm_0: f64[4, 4] = mm(log_softmax_backward_data_0, p0)
+  view_7: f64[2, 2, 4] = view(mm_0, [2, 2, 4])
+  slice_backward_0: f64[2, 3, 4] = slice_backward(view_7, [2, 3, 4], 1, 0, 2, 1)
+  view_8: f64[6, 4] = view(slice_backward_0, [6, 4])
+  t_1: f64[50, 4] = t(log_softmax_backward_data_0)
+  mm_1: f64[50, 4] = mm(t_1, view_2)
+  sum_0: f64[50] = sum.dim_IntList(log_softmax_backward_data_0, [0])
+  view_9: f64[2, 3, 4] = view(view_8, [2, 3, 4])
+  cos_0: f64[2, 3, 4] = cos(view_9)
+return getitem_0, cos_0, mm_1, sum_0
+"""
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("loss_of", [of_next, capped, by_copies, of_some_sequences])
+def test_parts_of_the_rows_that_are_read(loss_of, bias):
+    relative = 1e-5 if loss_of is by_copies else 1e-12
+    before, after = chunk(loss_layer(loss_of, shape=SHAPE, bias=bias), ignored=True, relative=relative)
+    assert after < 0.8 * before
+
+
+@pytest.mark.parametrize("kept", [
+    lambda logits, loss: (logits,),  # all rows are read
+    lambda logits, loss: (logits[:, -1],),  # other rows
+], ids=["all", "others"])
+def test_rows_that_something_reads_are_made(kept):
+    assert "needs all rows" in refusal(loss_layer(of_next, shape=SHAPE, more=kept))
+
+
+@pytest.mark.parametrize("step", [
+    loss_layer,
+    lambda: loss_layer(lambda logits, y: (logits[:, :, :3].square().sum()), shape=SHAPE),
+    lambda: loss_layer(lambda logits, y: logits[:, ::2].square().sum(), shape=SHAPE),
+], ids=["all rows", "columns", "every other row"])
+def test_nothing_to_do(step):
+    step = step()
+    text = step.text()
+    assert slice_first(step).text() == text
