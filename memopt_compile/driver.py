@@ -188,11 +188,11 @@ def _differentiates(gm: fx.GraphModule) -> bool:
     """Whether the graph holds a backward, by autograd or by `torch.func`."""
     if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
         return True
-    # `torch.func.grad` alone leaves its results differentiable; once the step also writes to
+    # `torch.func.grad` of parameters leaves its results differentiable; once the step also writes to
     # a leaf in place, eager too could only have raised on a later backward through them.
-    return any(compat.is_func_grad(n) for n in gm.graph.nodes) and any(
+    return any(compat.is_func_grad(n) for n in gm.graph.nodes) and (not _differentiable(gm) or any(
         n.op == "call_method" and n.target.endswith("_") and n.args[0].op == "placeholder"
-        for n in gm.graph.nodes)
+        for n in gm.graph.nodes))
 
 
 def _differentiable(gm: fx.GraphModule) -> bool:

@@ -77,6 +77,7 @@ class Notes:
     folds: bool = False  # accumulate="optimizer_states"
     needs: str = ""  # an option that is refused where the step is not whole
     eager: bool = False  # lowering="eager"
+    one_graph: bool = False  # fullgraph=True
     refusal: MemoptError | None = None
 
     @property
@@ -123,7 +124,7 @@ def _notes_of(tx: Any) -> Notes:
     if _notes.trace is not tx.output:
         _notes.trace, _notes.backwards, _notes.updates = tx.output, 0, 0
         _notes.optimizers, _notes.loops, _notes.reads, _notes.reads_behind = [], [], 0, 0
-        _notes.replaced_at_checks = []
+        _notes.replaced_at_checks, _notes.one_graph = [], breaks.demands_one_graph(tx.output)
     return _notes
 
 

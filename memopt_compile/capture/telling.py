@@ -68,6 +68,7 @@ def tell(notes: Any, where: str, cause: str, remedy: str) -> None:
     if notes.step not in _told:
         _told.add(notes.step)
         then = (f"{notes.needs} is for a whole step" if notes.needs else
+                "It is an error by fullgraph=True" if notes.one_graph else
                 "It runs by the ordinary path, with right numbers and without memopt's savings")
         log.warning("%s: not captured whole: %s. %s. Remedy: %s", where, cause, then, remedy)
 

@@ -69,7 +69,7 @@ def hook_of_an_input() -> Loop:
     return loop(model, opt, step)
 
 
-ALL = [generator_and_critic, hook_of_the_step, hook_of_an_input, rows.ORDINARY["two_backwards_that_share_a_sum"]]
+ALL = [generator_and_critic, hook_of_the_step, hook_of_an_input, rows.ROWS["two_backwards_that_share_a_sum"]]
 
 
 def check(build, cut_one) -> None:

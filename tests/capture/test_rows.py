@@ -108,7 +108,7 @@ def test_ordinary_path(name, caplog):
 
 @pytest.mark.parametrize("name", [name for name in rows.ORDINARY if name not in (
     "loss_divided_by_its_number",)])  # one graph then
-def test_fullgraph_refuses(name):
+def test_fullgraph_refuses(name, caplog):
     torch._dynamo.reset()
     with pytest.raises(Exception) as caught:
         train(rows.ORDINARY[name], lambda f: torch.compile(f, backend="memopt", fullgraph=True,
@@ -116,6 +116,8 @@ def test_fullgraph_refuses(name):
     # A step that an earlier test left to Python is torch's own RuntimeError.
     assert any(known in f"{type(caught.value).__module__}: {caught.value}"
                for known in ("torch._dynamo", "memopt", "fullgraph=True found no compiled frames"))
+    if name != "tracer_that_fails":  # before anything of the trace was seen
+        assert "runs by the ordinary path" not in caplog.text
 
 
 def test_autocast():
