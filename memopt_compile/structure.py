@@ -71,8 +71,8 @@ def _found(step: StepGraph, nodes: Sequence[fx.Node], labels: np.ndarray, low: i
 def groups(problem: Problem) -> list[int]:
     """A number for each operation, equal for those that are decided together.
 
-    Those are the operations in the same place of equal micro-batches, and of equal layers in one
-    of the stretches into which `halves` cuts these.
+    Those are the operations in the same place of equal micro-batches, but for the first, beside which no
+    gradients are there yet, and of equal layers in one of the stretches into which `halves` cuts these.
     """
     operations = problem.operations
     known: dict[str, int] = {}
@@ -92,7 +92,8 @@ def groups(problem: Problem) -> list[int]:
         separate = backward[operations[start + period].position] > backward[operations[start].position]
         if separate:  # micro-batches
             tie(start, start + period)
-        for turn, of in enumerate([0] * times if separate else halves(times)):
+            tie(start + period, start + 2 * period)
+        for turn, of in enumerate([0, *[1] * (times - 1)] if separate else halves(times)):
             for i in range(period):
                 number[start + turn * period + i] = number[start + of * period + i]
 

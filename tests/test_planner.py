@@ -180,11 +180,12 @@ def test_equal_layers_are_decided_together():
     layers = [number[o] for o, operation in enumerate(found.operations)
               if operation.node.target is torch.ops.aten.gelu.default]
     assert layers[0] == layers[1] != layers[2] != layers[3]
-    both = problem(prepared("linear", micro_batches=2), roofline("cpu"))
-    number = groups(both)
-    half = len(number) // 2
-    assert number[:half - 1] == number[half:2 * half - 1]
-    assert not both.operations[-1].again  # the loss that the step returns
+    several = problem(prepared("linear", micro_batches=4), roofline("cpu"))
+    number = groups(several)
+    size = len(number) // 4
+    first, second, third = (number[i * size:(i + 1) * size] for i in range(3))
+    assert first == [n - size for n in second] and second == third  # beside the first there are no gradients yet
+    assert not several.operations[-1].again  # the loss that the step returns
 
 
 def test_a_lossy_query_takes_its_attention_along():
