@@ -123,6 +123,24 @@ def hook_registered_later() -> Loop:
 
 
 @ordinary
+def gradient_kept_behind_a_hook() -> Loop:
+    """A hook that a part of the step has traced comes before what that part hands on."""
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        hidden = model[0](x)
+        hidden.register_hook(lambda g: g * 0.5)
+        hidden.retain_grad()
+        F.cross_entropy(model[1:](hidden), y).backward()
+        opt.step()
+        opt.zero_grad()
+        return hidden.grad
+
+    return loop(model, opt, step)
+
+
+@ordinary
 def break_below_a_generator() -> Loop:
     """torch cannot compile what is left of the step then: it runs its parts, each on its own."""
     models = nn.ModuleList([mlp(), mlp()])
