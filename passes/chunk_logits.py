@@ -6,7 +6,8 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
    of targets that count, or by the sum of their class weights: neither needs logits.
-2. Logits of rows that nobody reads (a shift against the targets) are not made, by `row_slices`.
+2. Classes in the middle go last (`row_classes`); logits of rows that nobody reads (a shift against the targets) are
+   not made (`row_slices`).
 3. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
    narrow rows and to sums over rows. What has none is refused with the reason.
 4. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
@@ -33,6 +34,7 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.row_classes import classes_last
 from memopt_compile.row_regions import Region, regions
 from memopt_compile.row_slices import slice_first
 from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
@@ -89,7 +91,7 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
 
 def prepared(step: StepGraph) -> StepGraph:
     """Rules 1 and 2, in place."""
-    return plain_losses(slice_first(step))
+    return plain_losses(slice_first(classes_last(step)))
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
