@@ -4,7 +4,7 @@ A product of all tokens' hidden states with a wide matrix, of which a slice of t
 the slice. As written nothing can be computed for a part of the rows from the product to the loss (`row_regions`), since
 rows change their number on the way. The rules:
 
-1. A `slice_backward` [.., V] of rows, with what keeps zeros zero behind it (a cast, a scale, the derivative of
+1. A `slice_backward` [.., V] of rows (on Inductor a `slice_scatter` into zeros), with what keeps zeros zero behind it (a cast, a scale, the derivative of
    tanh by what forward made), is read by products as rows of a matrix: those products read it without the zeros and the
    hidden states without these rows; rows that come out are padded instead. A sum over rows leaves zeros out.
 2. A `slice` of rows of a product, with elementwise operators in between, becomes the product of the sliced hidden
@@ -20,7 +20,7 @@ this saves no memory, but copies: where logits are most of the peak, what reads 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -33,6 +33,9 @@ from .step_graph import OPERATOR, Phase, StepGraph, mutated_args
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+PADDED = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}  # and where what they pad is
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+TURNED = (aten.t.default, aten.permute.default)
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
@@ -43,8 +46,8 @@ def slice_first(step: StepGraph) -> StepGraph:
         if padded := _padded(node):
             rewrite.unpad(padded)
     for node in list(step.computing()):
-        if node.users and (chain := _chain(node)):
-            rewrite.cut(chain)
+        if chains := _chains(node):
+            rewrite.cut(node, chains)
     return step
 
 
@@ -58,11 +61,10 @@ class Padded:
 
 @dataclass(frozen=True)
 class Chain:
-    """Rule 2: a product, the view of its rows in several dimensions, what comes elementwise, and the slices of that."""
+    """Rule 2: a view of a product's rows in several dimensions, what comes elementwise, and the slices of that."""
 
-    product: fx.Node
     through: tuple[fx.Node, ...]
-    slices: dict[fx.Node, fx.Node] = field(hash=False)  # and the one of `through` that each is of
+    slices: dict[fx.Node, fx.Node]  # and the one of `through` that each is of
 
 
 def _shape(node: Any) -> tuple:
@@ -81,6 +83,9 @@ def _cut(node: fx.Node) -> tuple | None:
         shape = _shape(node.args[0])
     elif node.target is aten.slice_backward.default:
         (shape, dimension, begin, end), by = node.args[1:5], node.args[5]
+    elif node.target is aten.slice_scatter.default and _is_zeros(node.args[0]):  # the same on Inductor
+        dimension, begin, end, by = (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2:])
+        shape = _shape(node)
     else:
         return None
     if not _static(node, node.args[0]) or by != 1 or len(shape) < 3:
@@ -90,22 +95,26 @@ def _cut(node: fx.Node) -> tuple | None:
     return (dimension, begin, end) if dimension < len(shape) - 1 and begin < end else None
 
 
+def _is_zeros(node: fx.Node) -> bool:
+    return node.target is aten.full.default and node.args[1] == 0
+
+
 def _elementwise(node: fx.Node, value: fx.Node) -> bool:
     """Whether `node` is made of each number of `value` by itself, and of nothing else that is a tensor."""
     return (isinstance(node.target, OPERATOR) and _shape(node) == _shape(value) and node.all_input_nodes == [value]
-            and (torch.Tag.pointwise in node.target.tags or node.target is aten._to_copy.default)
+            and (torch.Tag.pointwise in node.target.tags or node.target in CASTS)
             and not is_random(node) and not mutated_args(node))
 
 
 def _keeps_zeros(node: fx.Node, value: fx.Node) -> bool:
     if node.target is aten.tanh_backward.default:
         return node.args[0] is value and node.args[1] is not value and _shape(node.args[1]) == _shape(value)
-    return _elementwise(node, value) and (node.target in (aten._to_copy.default, aten.neg.default) or (
+    return _elementwise(node, value) and (node.target in (*CASTS, aten.neg.default) or (
         node.target in SCALES and node.args[0] is value))
 
 
 def _padded(node: fx.Node) -> Padded | None:
-    if node.target is not aten.slice_backward.default or _cut(node) is None:
+    if node.target not in PADDED or _cut(node) is None:
         return None
     through, shape = [node], _shape(node)
     while len(through[-1].users) == 1:
@@ -126,26 +135,35 @@ def _product_of(reader: fx.Node, matrix: fx.Node) -> str | None:
     width = _shape(matrix)[1]
     if reader.target is aten.mm.default and reader.args[0] is matrix and reader.args[1] is not matrix:
         return "rows" if _static(reader) and _shape(reader)[1] < width else None
-    if reader.target is aten.t.default:
+    if reader.target in TURNED and _shape(reader) == _shape(matrix)[::-1] and reader.args[1:] in ((), ([1, 0],)):
         alike = reader.users and all(u.target is aten.mm.default and u.args[0] is reader and u.args[1] is not reader
                                      and _static(u) and _shape(u)[1] < width for u in reader.users)
         return "columns" if alike else None
-    if reader.target is aten.sum.dim_IntList and list(reader.args[1]) == [0] and not any(reader.args[2:]):
+    if reader.target is aten.sum.dim_IntList and list(reader.args[1]) == [0]:
         return "sum"
     return None
 
 
-def _chain(node: fx.Node) -> Chain | None:
-    product = node.args[0] if node.target in VIEWS else None
-    if not isinstance(product, fx.Node) or product.target not in PRODUCTS or list(product.users) != [node]:
-        return None
+def _chains(product: fx.Node) -> list[Chain]:
+    """All that reads a product, if only the same slice of its rows is read. (What is computed again has a view of its own.)"""
+    if product.target not in PRODUCTS or not product.users:
+        return []
     left = product.args[PRODUCTS[product.target]]
-    shape = _shape(node)
-    if not _static(product, left, node) or len(shape) < 3 or shape[-1] != _shape(product)[1] <= _shape(left)[1]:
-        return None
+    shapes = {_shape(view) if view.target in VIEWS else None for view in product.users}
+    if len(shapes) > 1 or None in shapes or not _static(product, left):
+        return []
+    (shape,) = shapes
+    if len(shape) < 3 or shape[-1] != _shape(product)[1] or shape[-1] <= _shape(left)[1]:
+        return []
     if product.target is aten.addmm.default and (product.kwargs or _shape(product.args[0]) != shape[-1:]):
-        return None
-    through, slices = [node], {}
+        return []
+    found = [_chain(view) for view in product.users]
+    cuts = {_cut(each) for chain in found if chain for each in chain.slices}
+    return found if all(found) and len(cuts) == 1 and None not in cuts else []
+
+
+def _chain(view: fx.Node) -> Chain | None:
+    through, slices = [view], {}
     while True:
         above: list[fx.Node] = []
         for user in through[-1].users:
@@ -154,12 +172,10 @@ def _chain(node: fx.Node) -> Chain | None:
             else:
                 above.append(user)
         if not above:
-            break
+            return Chain(tuple(through), slices)
         if len(above) > 1 or not _elementwise(above[0], through[-1]):
             return None
         through.append(above[0])
-    cuts = {_cut(each) for each in slices}
-    return Chain(product, tuple(through), slices) if len(cuts) == 1 and None not in cuts else None
 
 
 class _Rewrite:
@@ -172,7 +188,7 @@ class _Rewrite:
         step, (start, *rest), matrix = self.step, padded.through, padded.matrix
         cut, shape = _cut(start), _shape(start)
         with step.graph.inserting_before(matrix):
-            value = start.args[0]
+            value = start.args[PADDED[start.target]]
             for node in rest:
                 others = [self._sliced(node, a, cut) if isinstance(a, fx.Node) else a for a in node.args[1:]]
                 value = step.call(node, node.target, value, *others, **node.kwargs)
@@ -182,17 +198,15 @@ class _Rewrite:
             if how == "rows":
                 with step.graph.inserting_before(reader):
                     made = step.call(reader, reader.target, value, reader.args[1])
-                    narrow = [*shape[:-1], _shape(reader)[1]]
-                    less = [*_shape(start.args[0])[:-1], _shape(reader)[1]]
-                    made = step.call(reader, aten.view.default, made, less)
-                    made = step.call(reader, aten.slice_backward.default, made, narrow, *cut, 1)
+                    less = [*_shape(start.args[PADDED[start.target]])[:-1], _shape(reader)[1]]
+                    made = self._pad(reader, start, step.call(reader, aten.view.default, made, less))
                     made = step.call(reader, aten.view.default, made, list(_shape(reader)))
                 step.replace(reader, made)
             elif how == "columns":
                 for product in list(reader.users):
                     kept = self._kept(product.args[1], shape[:-1], cut, product)
                     with step.graph.inserting_before(product):
-                        turned = step.call(reader, aten.t.default, value)
+                        turned = step.call(reader, reader.target, value, *reader.args[1:])
                         made = step.call(product, product.target, turned, kept)
                     step.replace(product, made)
                 step.erase(reader)
@@ -201,30 +215,41 @@ class _Rewrite:
         for node in (matrix, *reversed(padded.through)):
             step.erase(node)
 
-    def cut(self, chain: Chain) -> None:
+    def _pad(self, like: fx.Node, start: fx.Node, value: fx.Node) -> fx.Node:
+        """`value` with zeros for the rows that `start` has zeros for."""
+        shape, cut = [*_shape(start)[:-1], _shape(value)[-1]], _cut(start)
+        if start.target is aten.slice_backward.default:
+            return self.step.call(like, start.target, value, shape, *cut, 1)
+        zeros = self.step.graph.node_copy(start.args[0])
+        zeros.args, zeros.kwargs = (shape, 0), {**zeros.kwargs, "dtype": value.meta["val"].dtype}
+        zeros.meta["val"] = value.meta["val"].new_zeros(shape)
+        self.step.phases[zeros] = self.step.phase(like)
+        return self.step.call(like, start.target, zeros, value, *cut)
+
+    def cut(self, product: fx.Node, chains: list[Chain]) -> None:
         """Rule 2."""
-        step, product, (view, *rest) = self.step, chain.product, chain.through
-        cut, position = _cut(next(iter(chain.slices))), PRODUCTS[product.target]
+        step, position = self.step, PRODUCTS[product.target]
+        cut, shape = _cut(next(iter(chains[0].slices))), list(_shape(chains[0].through[0]))
         args = list(product.args)
-        args[position] = self._kept(args[position], _shape(view)[:-1], cut, product)
+        args[position] = self._kept(args[position], tuple(shape[:-1]), cut, product)
         with step.graph.inserting_before(product):
             made = step.call(product, product.target, *args, **product.kwargs)
-        dimension, begin, end = cut
-        shape = list(_shape(view))
-        shape[dimension] = end - begin
-        with step.graph.inserting_before(view):
-            cuts = {view: step.call(view, aten.view.default, made, shape)}
-        for node in rest:
-            with step.graph.inserting_before(node):
-                cuts[node] = step.call(node, node.target, *(cuts.get(a, a) if isinstance(a, fx.Node) else a for a in node.args),
-                                       **node.kwargs)
-        for node, of in chain.slices.items():
-            for user in list(node.users):
-                if _copies(user) and len(node.users) == 1:
-                    step.replace(user, cuts[of])
-            step.replace(node, cuts[of])
-        for node in (*reversed(chain.through), product):
-            step.erase(node)
+        shape[cut[0]] = cut[2] - cut[1]
+        for chain in chains:
+            view, *rest = chain.through
+            with step.graph.inserting_before(view):
+                cuts = {view: step.call(view, aten.view.default, made, shape)}
+            for node in rest:
+                given = [cuts.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
+                with step.graph.inserting_before(node):
+                    cuts[node] = step.call(node, node.target, *given, **node.kwargs)
+            for node, of in chain.slices.items():
+                if len(node.users) == 1 and _copies(copy := next(iter(node.users))):
+                    step.replace(copy, cuts[of])
+                step.replace(node, cuts[of])
+            for node in reversed(chain.through):
+                step.erase(node)
+        step.erase(product)
 
     def _kept(self, hidden: fx.Node, lead: tuple, cut: tuple, reader: fx.Node) -> fx.Node:
         """`hidden` [N, D] with rows `lead`, without those that are cut off; made in front of its first reader in forward."""
