@@ -4,9 +4,10 @@ A product of all tokens' hidden states with a wide matrix, of which a slice of t
 the slice. As written nothing can be computed for a part of the rows from the product to the loss (`row_regions`), since
 rows change their number on the way. The rules:
 
-1. A `slice_backward` [.., V] of rows (on Inductor a `slice_scatter` into zeros), with what keeps zeros zero behind it (a cast, a scale, the derivative of
-   tanh by what forward made), is read by products as rows of a matrix: those products read it without the zeros and the
-   hidden states without these rows; rows that come out are padded instead. A sum over rows leaves zeros out.
+1. A `slice_backward` [.., V] of rows (on Inductor a `slice_scatter` into zeros), with what keeps zeros zero behind it (a
+   cast, a scale, the derivative of tanh by what forward made), is read by products as rows of a matrix: those products
+   read it without the zeros and the hidden states without these rows; rows that come out are padded instead. A sum over
+   rows leaves zeros out.
 2. A `slice` of rows of a product, with elementwise operators in between, becomes the product of the sliced hidden
    states if nothing reads the other rows. A copy into its own order, which it then has, goes.
 3. Only products that are wider than their operand: the hidden states are copied without the rows, once.
@@ -88,7 +89,8 @@ def _cut(node: fx.Node) -> tuple | None:
         shape = _shape(node)
     else:
         return None
-    if not _static(node, node.args[0]) or by != 1 or len(shape) < 3:
+    numbers = all(type(n) is int for n in (dimension, begin or 0, end or 0, by))
+    if not numbers or not _static(node, node.args[0]) or by != 1 or len(shape) < 3:
         return None
     begin, end, _ = slice(begin, end).indices(shape[dimension])
     dimension %= len(shape)
@@ -190,7 +192,7 @@ class _Rewrite:
         with step.graph.inserting_before(matrix):
             value = start.args[PADDED[start.target]]
             for node in rest:
-                others = [self._sliced(node, a, cut) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+                others = [step.call(node, aten.slice.Tensor, a, *cut) if isinstance(a, fx.Node) else a for a in node.args[1:]]
                 value = step.call(node, node.target, value, *others, **node.kwargs)
             value = self._matrix(matrix, value)
         for reader in list(matrix.users):
@@ -212,8 +214,10 @@ class _Rewrite:
                 step.erase(reader)
             else:
                 reader.replace_input_with(matrix, value)
-        for node in (matrix, *reversed(padded.through)):
-            step.erase(node)
+        zeros = start.args[:1] if start.target is aten.slice_scatter.default else ()
+        for node in (matrix, *reversed(padded.through), *zeros):
+            if not node.users:
+                step.erase(node)
 
     def _pad(self, like: fx.Node, start: fx.Node, value: fx.Node) -> fx.Node:
         """`value` with zeros for the rows that `start` has zeros for."""
@@ -270,9 +274,6 @@ class _Rewrite:
         if not value.meta["val"].is_contiguous():
             value = self.step.call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
         return self.step.call(like, aten.view.default, value, [prod(_shape(value)[:-1]), _shape(value)[-1]])
-
-    def _sliced(self, like: fx.Node, value: fx.Node, cut: tuple) -> fx.Node:
-        return self.step.call(like, aten.slice.Tensor, value, *cut)
 
 
 def _copies(node: fx.Node) -> bool:
