@@ -112,7 +112,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
                          reason=notes.reason, device=_device(example_inputs))
     remember(notes.frame, record)
-    log.info("%s: %s", notes.where, _kind_line(kind, notes))
+    behind = kind == "model" and metrics
+    log.info("%s: %s", notes.where, "what follows the step, compiled apart" if behind else _kind_line(kind, notes))
     if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(_results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
