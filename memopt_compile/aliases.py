@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,13 @@ def aliased_args(node: fx.Node) -> list[fx.Node]:
     if source is not node:
         return aliased_args(source) if isinstance(source, fx.Node) else []
     return _operands(node, _shared(node.target)) if isinstance(node.target, OPERATOR) else []
+
+
+def viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """The values that `node` is nothing but a view of, the nearest first."""
+    while len(shared := aliased_args(node)) == 1 and not mutated_args(node) and not node.is_impure():
+        node = shared[0]
+        yield node
 
 
 @_once

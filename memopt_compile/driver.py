@@ -117,6 +117,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(_results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
+    if kind == "model" and trace.hands_on_hooked(gm):
+        return _in_eager(gm, record, notes, "a tensor that a part of it hands on has a hook of that part",
+                         "take the line out that cuts the step, or multiply the gradient in place of the hook")
     if kind == "model":
         compat.settle_unused_floats(gm)
         piece, needed = second_derivative.copied(gm), unused_outputs.sources(gm)

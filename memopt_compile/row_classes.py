@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .step_graph import StepGraph, aliased_args, mutated_args
+from .step_graph import StepGraph, aliased_args, mutated_args, viewed
 
 aten = torch.ops.aten
 NLL = {aten.nll_loss2d_forward.default: aten.nll_loss_forward.default,
@@ -142,9 +142,8 @@ def _hand_on(step: StepGraph, node: fx.Node, made: fx.Node, outer: list[int]) ->
 
 def _plain(step: StepGraph, node: fx.Node) -> fx.Node:
     """Rule 3: `node`, or the earliest value that it shows as it is; a view of the earliest that has the same order."""
-    equal, straight, at = None, None, node
-    while len(shared := aliased_args(at)) == 1 and not mutated_args(at) and not at.is_impure():
-        at = shared[0]
+    equal, straight = None, None
+    for at in viewed(node):
         if at.op != "placeholder" and (place := _place(at)) is not None and (own := _place(node)) is not None:
             equal = at if place == own else equal
             straight = at if _in_line(at) and _in_line(node) and place[0::3] == own[0::3] else straight

@@ -23,6 +23,7 @@ from .aliases import (
     first_stale_read,
     mutated_args,
     storage_roots,
+    viewed,
 )
 from .arena import fault
 from .collectives import (
@@ -42,7 +43,7 @@ from .memory_plan import MemoryPlan
 
 __all__ = [  # of other modules, for others
     "COLLECTIVES", "OPERATOR", "WAIT", "is_collective", "operands",
-    "UNDECLARED_VIEWS", "aliased_args", "first_stale_read", "mutated_args", "storage_roots",
+    "UNDECLARED_VIEWS", "aliased_args", "first_stale_read", "mutated_args", "storage_roots", "viewed",
 ]
 
 # What a node that a pass makes has of the one that it stands for: `checkpoint` sets the last two.

@@ -50,6 +50,7 @@ from memopt_compile.step_graph import (
     mutated_args,
     same_bytes,
     storage_roots,
+    viewed,
 )
 from memopt_compile.step_pass import StepPass
 
@@ -223,9 +224,8 @@ def _simplify(step: StepGraph) -> None:
 
 def _viewed(node: fx.Node, storages: _Storages) -> fx.Node | None:
     """Rule 3: the earliest value that `node` is an equal view of."""
-    found, at = None, node
-    while len(shared := aliased_args(at)) == 1 and not mutated_args(at) and not at.is_impure():
-        at = shared[0]
+    found = None
+    for at in viewed(node):
         # An object that the caller holds twice differs from two that share a storage.
         clash = node in storages.returned and (at.op == "placeholder" or at in storages.returned)
         if _geometry(at, offset=True) == _geometry(node, offset=True) and not clash:

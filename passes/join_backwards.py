@@ -13,7 +13,7 @@ the first is through: activations live until then, and one that runs again in th
    backward makes at a layer is there once for each. Where the step does not fit a limit it is taken if backward's
    peak is lower with activations that are there from their first reader on alone, as those are that run again.
 
-Before:  h = f(x) .. | dh = ..; w = mm(dh, h); update? | dk = ..; v = mm(dk, h); g = w + v
+Before:  h = f(x) .. | dh = ..; w = mm(dh, h) | dk = ..; v = mm(dk, h); g = w + v
 After:   h = f(x) .. | dh = ..; w = mm(dh, h); dk = ..; v = mm(dk, h); g = w + v
 
 Memory: activations and the first backward's gradients die layer by layer. Numbers: bit for bit, sums keep their order.

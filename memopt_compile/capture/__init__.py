@@ -271,10 +271,7 @@ def _log_graph_break(original: Callable, self: Any, code_options: Any, reason: s
     counted = _notes_of(self)
     if counted.reads_behind or counted.reads and not (counted.backwards and counted.updates):
         counted.read_at_once("the graph ends")
-    error = exc if exc is not None else kwargs.get("exc")
-    telling.tell_where_it_ends(counted, self.output, error)
-    if breaks.retains_gradient(error):  # a part's result comes behind the hooks that the part has traced
-        breaks.run_in_eager(error)
+    telling.tell_where_it_ends(counted, self.output, exc if exc is not None else kwargs.get("exc"))
     return original(self, code_options, reason, exc, **kwargs)
 
 

@@ -30,11 +30,6 @@ def run_in_eager(why: object) -> NoReturn:
     raise SkipFrame(str(why)) from (why if isinstance(why, Exception) else None)
 
 
-def retains_gradient(error: Any) -> bool:
-    """Whether `Tensor.retain_grad` has ended a graph."""
-    return str(error).startswith("Tensor.retain_grad()")
-
-
 def cause_of(error: Exception) -> str:
     """What torch says of an operator that fails on fake tensors, without the call."""
     found = re.search(r"got (\w+\(.*?\))\n", str(error))
@@ -164,7 +159,7 @@ def break_reason(error: Any) -> tuple[str, str]:
         return "NumPy draws random numbers", "draw them by torch, or outside of the step"
     if str(error).startswith("Module-level backwards hooks"):
         return "a module has a hook on its backward", "remove it; a hook on its forward is traced"
-    if retains_gradient(error):
+    if str(error).startswith("Tensor.retain_grad()"):
         return ("the gradient of a tensor on the way is asked for, of which the graph keeps none",
                 "have it computed: torch.autograd.grad(loss, [*parameters, tensor])")
     if "proxy" in str(error).split("\n")[0] and "Generator" in str(error):
