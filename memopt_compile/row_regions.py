@@ -3,8 +3,9 @@
 1. A region begins at a product [N, V] of forward that is wider than the rows it is made of, and of
    which forward makes something else than operands of a next product.
 2. It is what the rows flow through (`rowwise.rule`), up to products back to narrow rows and to sums over
-   rows, one of them a gradient: as wide, or of the narrow rows (of frozen weights there is no other); and
-   whatever else as wide is made for it and can be made in parts.
+   rows, one of them a gradient: as wide, or of the narrow rows (of frozen weights there is no other); or up to
+   narrow rows alone (log-probabilities). Whatever else as wide is made for it and can be made in parts is of
+   it; if that is one more such product (a teacher's logits), its rows are followed as well.
 3. Nothing else may read a wide value of it (a step that returns its logits, say), nor may it depend on a
    result of it (a gradient scaled by the loss). Narrow rows may be read: they are results then.
 4. What it reads that is made behind its beginning can run before: it writes and draws nothing.
@@ -12,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -24,8 +25,8 @@ from .step_graph import Phase, StepGraph, mutated_args, op_name
 
 @dataclass(frozen=True)
 class Region:
-    """What is computed in parts: `rules` in schedule order, from the product on; of its values
-    `results` are read outside. `moved` is what it reads that is made behind the product."""
+    """What is computed in parts: `rules` in schedule order; of its values `results` are read outside. It is computed
+    where its last `product` stands, and `moved` is what it reads that is made behind that."""
 
     product: fx.Node
     rows: int
@@ -34,36 +35,36 @@ class Region:
     moved: tuple[fx.Node, ...]
 
 
-def regions(step: StepGraph) -> list[Region | str]:
-    """The regions of `step`; for a product that has none the reason. The largest come first."""
-    order = list(step.graph.nodes)
-    place = {node: i for i, node in enumerate(order)}
-    products = [n for n in order if n.target in PRODUCTS and step.phase(n) is Phase.FORWARD
-                and _is_wide(n) and _is_reduced(step, n)]
-    found: list[Region | str] = []
+def regions(step: StepGraph) -> dict[fx.Node, Region | str]:
+    """The region that begins at each such product of `step`, or the reason why there is none. The largest come first;
+    what is part of one is not there again."""
+    wide = [n for n in step.computing() if n.target in PRODUCTS and is_wide(n)]
+    first = [n for n in wide if step.phase(n) is Phase.FORWARD]
+    done = {(n.target, n.args) for n in first}
+    again = [n for n in wide if step.phase(n) is Phase.BACKWARD and (n.target, n.args) in done]
+    found = dict[fx.Node, Region | str]()
     taken: set[fx.Node] = set()
-    for product in sorted(products, key=lambda n: -n.meta["val"].numel()):
-        region = _region(step, product, order, place)
+    for product in sorted([n for n in first if is_reduced(step, n)] + again, key=lambda n: -n.meta["val"].numel()):
+        region = region_of(step, product)
         if isinstance(region, Region):
-            read = (a for n in region.rules for a in n.all_input_nodes)
-            if not taken.isdisjoint((*region.rules, *read, *region.moved)):
-                continue  # part of a larger product's, or reads its results
+            if not taken.isdisjoint(region.rules):
+                continue
             taken.update(region.rules)
-        found.append(region)
+        found[product] = region
     return found
 
 
-def _left(product: fx.Node) -> fx.Node:
+def left_of(product: fx.Node) -> fx.Node:
     return product.args[PRODUCTS[product.target]]
 
 
-def _is_wide(product: fx.Node) -> bool:
-    value, left = product.meta["val"], _left(product).meta["val"]
+def is_wide(product: fx.Node) -> bool:
+    value, left = product.meta["val"], left_of(product).meta["val"]
     return (all(type(s) is int for s in (*value.shape, *left.shape))
             and value.shape[1] > left.shape[1] and value.shape[0] > 1)
 
 
-def _is_reduced(step: StepGraph, product: fx.Node) -> bool:
+def is_reduced(step: StepGraph, product: fx.Node) -> bool:
     """Whether forward makes something else of the rows than elementwise operands of a next product."""
     rows = product.meta["val"].shape[0]
     known, stack = {product: ROWS}, [product]
@@ -79,58 +80,99 @@ def _is_reduced(step: StepGraph, product: fx.Node) -> bool:
     return False
 
 
-def _region(step: StepGraph, product: fx.Node, order: list[fx.Node], place: Mapping[fx.Node, int]) -> Region | str:
-    """Rules 1 to 4."""
-    left = _left(product)
-    rows, narrow = left.meta["val"].shape
-    first = rule(product, {left: ROWS}, rows)
-    if first is None:
-        return f"{op_name(product)} is not row by row"
-    rules, known, results = {product: first}, {product: ROWS}, dict[fx.Node, None]()
+def through(products: Iterable[fx.Node], rows: int) -> Iterator[tuple[fx.Node, Rule | None, list[fx.Node], bool]]:
+    """What the rows of `products` reach, in schedule order: each node, its rule, the row-wise values that it reads
+    and whether it needs a result of them as well. What comes of such a product computed again is not followed."""
+    known = dict.fromkeys(products, ROWS)
+    begins = {(n.target, n.args) for n in known}
     behind: set[fx.Node] = set()  # what needs a result
-    for node in order[place[product] + 1:]:
+    again: set[fx.Node] = set()
+    node = min(known)
+    while (node := node.next).op != "root":
+        if node.target in PRODUCTS and node not in known and (node.target, node.args) in begins or not again.isdisjoint(node.all_input_nodes):
+            again.add(node)
         mine = [a for a in node.all_input_nodes if a in known]
         late = any(a in behind for a in node.all_input_nodes)
-        found = rule(node, known, rows) if mine else None
+        found = rule(node, known, rows) if mine and node not in again else None
+        if mine or late:
+            yield node, found, mine, late
+            if found is None or late or found.result == SUM or node.target in PRODUCTS:
+                behind.add(node)
+            else:
+                known[node] = found.result
+
+
+def region_of(step: StepGraph, product: fx.Node) -> Region | str:
+    """The region that begins at `product`, by rules 2 to 4, or why there is none."""
+    begins = [product]
+    found = region = _region(step, begins)
+    while isinstance(region, Region):
+        read = (a for n, how in region.rules.items() for a, need in how.needs.items() if need == ROWS)
+        others = dict.fromkeys(a for a in read if a.target in PRODUCTS and is_wide(a) and a not in region.rules)
+        if not others:
+            break
+        begins += others
+        region = _region(step, begins)
+        found = region if isinstance(region, Region) else found
+    return found
+
+
+def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
+    """What the rows of these products flow through."""
+    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    left, rows, last = {left_of(n): ROWS for n in begins}, begins[0].meta["val"].shape[0], max(begins)
+    narrow = max(n.meta["val"].shape[1] for n in left)
+    rules, results = dict[fx.Node, Rule](), dict[fx.Node, None]()
+    for product in begins:
+        if (first := rule(product, left, rows)) is None:
+            return f"{op_name(product)} is not row by row"
+        rules[product] = first
+    for node, found, mine, late in through(begins, rows):
+        if node in begins:
+            return f"{op_name(node)} needs rows of {op_name(mine[0] if mine else last)}"
         if found is not None and not late:
             rules[node] = found
             if found.result == SUM or node.target in PRODUCTS:
                 results[node] = None
-                behind.add(node)
-            else:
-                known[node] = found.result
-        elif mine or late:
-            for value in mine:
-                if known[value] != ROWS or not 0 < width(value.meta["val"], rows) <= narrow:
-                    what = "the step's result" if node.op == "output" else op_name(node)
-                    return (f"{what} needs a result of the loss beside {op_name(value)}" if found else
-                            f"{what} needs all rows of {op_name(value)} at once")
-                results[value] = None
-            behind.add(node)
-    if not any(width(n.meta["val"], 1) > narrow if rules[n].result == SUM else
-               n.target in PRODUCTS and step.phase(n) is Phase.BACKWARD for n in results):
-        return f"no gradient comes of the rows of {op_name(product)}"
-    _draw_in(rules, left, rows, narrow)
-    moved = _made_behind(rules, place, place[product])
+            continue
+        for value in mine:
+            if rules[value].result != ROWS or not 0 < width(value.meta["val"], rows) <= narrow:
+                what = "the step's result" if node.op == "output" else op_name(node)
+                return (f"{what} needs a result of the loss beside {op_name(value)}" if found else
+                        f"{what} needs all rows of {op_name(value)} at once")
+            results[value] = None
+    if any(n.target in PRODUCTS for n in results) and not any(
+            width(n.meta["val"], 1) > narrow if rules[n].result == SUM else
+            n.target in PRODUCTS and step.phase(n) is Phase.BACKWARD for n in results):
+        return f"no gradient comes of the rows of {op_name(begins[0])}"
+    _draw_in(rules, begins, rows, narrow)
+    if early := [n for r in results for n in r.users if n not in rules and n < last]:
+        return f"{op_name(early[0])} runs before {op_name(last)}, which belongs to the same loss"
+    moved = _made_behind(rules, place, place[last])
     fixed = [n for n in moved if mutated_args(n) or is_random(n) or is_collective(n)]
     if fixed:
         return f"{op_name(fixed[0])} cannot run before the loss"
     if not all(n.meta["val"].is_contiguous() for n in results):
         return "a result is laid out in another order than its parts"
     ordered = sorted(rules, key=place.__getitem__)
-    return Region(product, rows, {n: rules[n] for n in ordered}, tuple(results), tuple(moved))
+    return Region(last, rows, {n: rules[n] for n in ordered}, tuple(results), tuple(moved))
 
 
-def _draw_in(rules: dict[fx.Node, Rule], left: fx.Node, rows: int, narrow: int) -> None:
-    """Add to `rules` what they read that is wide, or is made of such, and can be made in parts."""
-    seen = {left: False}
+def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, narrow: int) -> None:
+    """Add to `rules` what they read that is wide, or is made of such, and can be made in parts: but nothing that comes
+    of the same product elsewhere."""
+    seen = {left_of(n): False for n in begins}
+    same = {(n.target, n.args) for n in begins}
+    elsewhere: set[fx.Node] = set()
 
     def draw(value: fx.Node, need: str) -> bool:
         if value not in seen:
             found = None if need == WHOLE or value.op == "placeholder" else rule(value, {}, rows)
-            seen[value] = found is not None and found.result == need and any(
-                [draw(*operand) for operand in found.needs.items()]
-                + [width(value.meta["val"], rows) > narrow])
+            drawn = [draw(*operand) for operand in found.needs.items()] if found else []
+            if value.target in PRODUCTS and (value.target, value.args) in same or found and not elsewhere.isdisjoint(found.needs):
+                elsewhere.add(value)
+            wide = any([*drawn, width(value.meta["val"], rows) > narrow])
+            seen[value] = found is not None and found.result == need and wide and value not in elsewhere
             if found is not None and seen[value]:
                 rules[value] = found
         return value in rules

@@ -6,7 +6,7 @@ rows is that operator on those rows of its operands; it is a sum over rows if th
 parts of the rows add up to its value. `rule` knows these families, and None for any other operator:
 
 1. elementwise operators, casts and copies: row by row; an operand without the rows is taken whole;
-2. reductions, softmax and their gradients, `gather` and `scatter`: row by row, except along the rows;
+2. reductions, softmax and their gradients, `gather`, `scatter` and the gradient of `select`: row by row, except along the rows;
 3. views and fills that keep the rows in front: row by row; the transpose of a matrix has them last;
 4. `mm(rows, w)` and `addmm(bias, rows, w)`: row by row;
 5. `mm(columns, rows)`, and `sum` over all rows: a sum over rows;
@@ -38,7 +38,8 @@ SIZE = "rows here"  # stands in arguments for the number of rows
 
 # Elementwise, but not tagged so: by name, because some are only registered once Inductor is imported.
 ELEMENTWISE = {"aten::_to_copy", "aten::zeros_like", "aten::ones_like", "aten::full_like",
-               "aten::masked_fill", "aten::where", "prims::convert_element_type"}
+               "aten::masked_fill", "aten::where", "prims::convert_element_type",
+               "aten::binary_cross_entropy_with_logits"}
 # Reduce, index or normalize along the dimensions that their argument of this number names.
 ALONG = {
     "aten::amax": 1, "aten::amin": 1, "aten::argmax": 1, "aten::argmin": 1, "aten::sum": 1,
@@ -104,6 +105,8 @@ def rule(node: fx.Node, known: Mapping[fx.Node, str], rows: int) -> Rule | None:
         found = _transpose(node, rows)
     elif name in SIZED:
         found = _sized(node, known, rows, SIZED[name])
+    elif name == "aten::select_backward":
+        found = _select_backward(node, rows)
     elif name in ALONG or target is aten.sum.default:
         found = _along(node, rows)
     elif name.startswith("aten::nll_loss"):
@@ -193,6 +196,15 @@ def _sized(node: fx.Node, known: Mapping[fx.Node, str], rows: int, place: int) -
     if name in RESHAPES and list(source.shape[front:]) == shape[1:]:
         return Rule(ROWS, {operand: ROWS})
     return Rule(ROWS, {operand: ROWS}, node.target, args, node.kwargs)
+
+
+def _select_backward(node: fx.Node, rows: int) -> Rule | None:
+    """2: zeros but for one place of a dimension behind the rows."""
+    value, (gradient, _, dim, index) = _value(node), node.args
+    front, dim = lead(value, rows), dim % value.dim()
+    if front is None or dim < front:
+        return None
+    return Rule(ROWS, {gradient: ROWS}, node.target, (gradient, on_rows(value, rows, SIZE), dim - value.dim(), index))
 
 
 def _transpose(node: fx.Node, rows: int) -> Rule | None:

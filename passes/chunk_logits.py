@@ -5,9 +5,10 @@ its gradient: usually the peak of the step. In a whole step the gradient of the 
 the loss is, so that every row can go from its hidden state to the gradient of that by itself.
 
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
-   of targets that count, or by the sum of their class weights: neither needs logits.
+   of targets that count, or by the sum of their class weights: neither needs logits. So becomes one of
+   `binary_cross_entropy_with_logits`, and any mean a sum.
 2. Classes in the middle go last (`row_classes`); logits of rows that nobody reads (a shift against the targets) are
-   not made (`row_slices`).
+   not made (`row_slices`); where a row's gradient depends on all rows, logits are computed twice (`row_twice`).
 3. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
    narrow rows and to sums over rows. What has none is refused with the reason.
 4. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
@@ -35,14 +36,15 @@ from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.row_classes import classes_last
-from memopt_compile.row_regions import Region, regions
+from memopt_compile.row_regions import Region, region_of, regions
 from memopt_compile.row_slices import slice_first
+from memopt_compile.row_twice import computed_twice
 from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
 from memopt_compile.step_graph import Phase, StepGraph
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
-NLL = aten.nll_loss_forward.default
+NLL, BINARY = aten.nll_loss_forward.default, aten.binary_cross_entropy_with_logits.default
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -57,7 +59,7 @@ class ChunkLogits(StepPass):
     parts: tuple[int, ...] = (2, 4, 8, 16)
 
     def requires(self, step: StepGraph) -> str | None:
-        found = regions(prepared(step.copy()))
+        found = regions(prepared(step.copy())).values()
         reasons = [r for r in found if isinstance(r, str)]
         return None if len(reasons) < len(found) else (
             reasons[0] if reasons else "no loss is computed from the rows of a wide matrix product")
@@ -84,14 +86,17 @@ class ChunkLogits(StepPass):
 
 def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
     """Compute every region of `step` in so many parts; the nodes that do."""
-    return [node for region in regions(prepared(step))
-            if isinstance(region, Region) and region.rows >= parts
-            for node in _Chunks(step, region).write(parts)]
+    found, written = regions(prepared(step)), list[fx.Node]()
+    for product in [n for n, region in found.items() if isinstance(region, Region) and region.rows >= parts]:
+        region = region_of(step, product)  # anew: it may read another's results
+        if isinstance(region, Region):
+            written += _Chunks(step, region).write(parts)
+    return written
 
 
 def prepared(step: StepGraph) -> StepGraph:
     """Rules 1 and 2, in place."""
-    return plain_losses(slice_first(classes_last(step)))
+    return computed_twice(plain_losses(slice_first(classes_last(step))))
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
@@ -122,6 +127,19 @@ def plain_losses(step: StepGraph) -> StepGraph:
                         loss = step.call(node, aten.div.Tensor, loss, count)
                 for user in users:
                     user.replace_input_with(item, loss)
+    for node in step.graph.find_nodes(op="call_function", target=BINARY):
+        *given, reduction = (*node.args, *(None, None, 1)[len(node.args) - 2:])
+        if reduction and not node.kwargs:
+            with step.graph.inserting_before(node):
+                each = step.call(node, BINARY, *given, 0)
+                step.replace(node, step.call(node, (aten.mean.default, aten.sum.default)[reduction - 1], each))
+    for node in step.graph.find_nodes(op="call_function", target=aten.mean.default):
+        count, dtype = node.args[0].meta["val"].numel(), node.meta["val"].dtype
+        if type(count) is int:
+            with step.graph.inserting_before(node):
+                total = step.call(node, aten.sum.default, *node.args, dtype=torch.float32 if dtype in SHORT else dtype)
+                mean = step.call(node, aten.div.Tensor, total, count)
+                step.replace(node, step.call(node, aten._to_copy.default, mean, dtype=dtype) if dtype in SHORT else mean)
     return step
 
 
@@ -130,6 +148,8 @@ class _Chunks:
 
     def __init__(self, step: StepGraph, region: Region):
         self.step, self.region = step, region
+        forward = all(step.phase(node) is Phase.FORWARD for node in region.rules)
+        self.phase = Phase.FORWARD if forward else Phase.BACKWARD
         self.flat: dict[fx.Node, fx.Node] = {}  # operands from outside with one dimension of rows
         self.written: list[fx.Node] = []
 
@@ -214,7 +234,7 @@ class _Chunks:
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.step.call(like, target, *args, **kwargs)
-        self.step.phases[node] = Phase.BACKWARD
+        self.step.phases[node] = self.phase
         self.written.append(node)
         return node
 

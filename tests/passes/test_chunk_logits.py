@@ -198,11 +198,6 @@ def test_class_weights(kind):
     chunk(loss_layer(lambda z, y: F.cross_entropy(z, y, torch.arange(50.0).double(), reduction=kind).sum()), ignored=True)
 
 
-def test_a_gradient_that_depends_on_the_loss_is_refused():
-    step = loss_layer(lambda z, y: F.cross_entropy(z, y) ** 2)
-    assert "needs a result of the loss" in refusal(step)
-
-
 def test_normalizing_over_the_rows_is_refused():
     step = loss_layer(lambda z, y: F.cross_entropy(z / z.amax(0), y))
     assert "needs all rows of mm at once" in refusal(step)
@@ -219,10 +214,11 @@ def test_nothing_to_do():
     assert "no loss" in refusal(step)
 
 
-def test_without_backward_there_is_no_gradient():
+def test_without_backward():
     step = by_hand(lambda p, x, y: F.cross_entropy(x @ p, y), ("p", doubles(4, 50)),
                    ("x", doubles(12, 4)), ("x", torch.ones(12, dtype=torch.int64)))
-    assert "no gradient comes of" in refusal(step)
+    chunk(step, (4,))
+    assert widest(step) == 3 * 50
 
 
 def test_a_step_that_fits_is_left_alone():

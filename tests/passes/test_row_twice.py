@@ -1,0 +1,141 @@
+"""Losses of all log-probabilities, a teacher's logits, and what else of a wide matrix comes in two goes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import by_hand, gradient, seed
+from test_chunk_logits import VOCABULARY, WIDTH, chunk, doubles, loss_layer, refusal, widest
+
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.row_regions import Region, regions
+from memopt_compile.row_twice import computed_twice
+
+ROWS = 24
+
+
+def of_targets(logits, y):
+    return logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
+
+
+def preference(logits, y):
+    """DPO (Rafailov et al., 2023, eq. 7): the first half of the sequences is preferred to the second."""
+    of_sequences = of_targets(logits[:, :-1], y[:, 1:]).sum(-1)
+    half = len(of_sequences) // 2
+    return -F.logsigmoid(0.1 * (of_sequences[:half] - of_sequences[half:])).mean()
+
+
+def normalized_advantages(logits, y):
+    """A policy loss whose weights come of all rows."""
+    found = of_targets(logits, y)
+    weights = ((found - found.mean()) / (found.std() + 1e-3)).detach()
+    return -(found * weights).mean()
+
+
+def twice_over(logits, y):
+    """Weights of all rows, and logits again of all weighted rows: three goes."""
+    weights = of_targets(logits, y).softmax(0)
+    return (logits * weights[:, None]).logsumexp(-1).var()
+
+
+LOSSES = {
+    "squared": (lambda z, y: F.cross_entropy(z, y) ** 2, (ROWS,)),
+    "perplexity": (lambda z, y: F.cross_entropy(z, y).exp(), (ROWS,)),
+    "preference": (preference, (4, 7)),
+    "advantages": (normalized_advantages, (ROWS,)),
+    "three goes": (twice_over, (ROWS,)),
+    "an auxiliary loss of the rows": (lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).var(), (ROWS,)),
+}
+AT_ONCE = {
+    "of each class": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, F.one_hot(y.clamp(min=0), VOCABULARY).double(), pos_weight=torch.arange(50.0).double(), reduction="none").mean(),
+    "of each class, summed": lambda z, y: F.binary_cross_entropy_with_logits(z, z.detach().sigmoid() / 2, reduction="sum"),
+    "mean": lambda z, y: (z.tanh() * 3).mean(),
+    "first of a dimension": lambda z, y: z.view(ROWS, 25, 2)[:, :, 0].logsumexp(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_several_goes(name):
+    loss_of, shape = LOSSES[name]
+    step = loss_layer(loss_of, shape=shape)
+    assert not [r for r in regions(step).values() if isinstance(r, Region)]
+    before, after = chunk(step, ignored=True)
+    assert after < 0.75 * before
+    assert widest(step) < ROWS * VOCABULARY
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_at_once(name):
+    step = loss_layer(AT_ONCE[name], shape=(ROWS,))
+    products = len(step.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+    before, after = chunk(step, (2,))
+    assert after < before and widest(step) < ROWS * VOCABULARY
+    assert len(step.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) <= 2 * products
+
+
+def test_mean_of_short_numbers_does_not_overflow():
+    """A sum of 16-bit numbers would."""
+    step = loss_layer(lambda z, y: (z.half() * 0 + 1000).mean().double(), shape=(ROWS,))
+    chunk(step)
+
+
+@pytest.mark.parametrize("first", ["teacher", "student"])
+def test_a_teacher(first):
+    def layer(w, v, x, y):
+        h, w = torch.tanh(x).detach().requires_grad_(), w.detach().requires_grad_()
+        made = {}
+        for each in ("teacher", "student") if first == "teacher" else ("student", "teacher"):
+            made[each] = F.linear(x.cos(), v) if each == "teacher" else F.linear(h, w)
+        loss = F.kl_div((made["student"] / 2).log_softmax(-1), (made["teacher"] / 2).softmax(-1), reduction="batchmean")
+        loss = loss + F.cross_entropy(made["student"], y)
+        grads = torch.autograd.grad(loss, (h, w), seed(loss.detach()))
+        return loss.detach(), torch.cos(grads[0]), gradient(grads[1])
+
+    step = by_hand(layer, ("p", doubles(VOCABULARY, WIDTH)), ("p", doubles(VOCABULARY, WIDTH)),
+                   ("x", doubles(ROWS, WIDTH)), ("x", torch.ones(ROWS, dtype=torch.int64)))
+    Canonicalize().run(step)
+    before, after = chunk(step, ignored=True)
+    assert after < 0.5 * before
+    assert widest(step) < ROWS * VOCABULARY
+
+
+def test_golden():
+    step = computed_twice(loss_layer(lambda z, y: z.logsumexp(-1).sum() ** 2, shape=(5,)))
+    step.verify()
+    assert step.text() == """\
+p0: f64[50, 4]  # parameter trained
+p1: f64[50]  # parameter trained
+x0: f64[5, 4]  # batch
+x1: i64[5]  # batch
+forward:
+  tanh_0: f64[5, 4] = tanh(x0)
+  t_0: f64[4, 50] = t(p0)
+  mm_0: f64[5, 50] = mm(tanh_0, t_0)
+  logsumexp_0: f64[5] = logsumexp(mm_0, [-1])
+  sum_0: f64[] = sum(logsumexp_0)
+  pow_0: f64[] = pow.Tensor_Scalar(sum_0, 2)
+backward:
+  pow_1: f64[] = pow.Tensor_Scalar(sum_0, 1.0)
+  mul_0: f64[] = mul.Scalar(pow_1, 2.0)
+  expand_0: f64[5] = expand(mul_0, [5])
+  unsqueeze_0: f64[5, 1] = unsqueeze(expand_0, -1)
+  unsqueeze_1: f64[5, 1] = unsqueeze(logsumexp_0, -1)
+  mm_1: f64[5, 50] = mm(tanh_0, t_0)
+  sub_0: f64[5, 50] = sub(mm_1, unsqueeze_1)
+  exp_0: f64[5, 50] = exp(sub_0)
+  mul_1: f64[5, 50] = mul(unsqueeze_0, exp_0)
+  t_1: f64[50, 5] = t(mul_1)
+  mm_2: f64[50, 4] = mm(t_1, tanh_0)
+  mm_3: f64[5, 4] = mm(mul_1, p0)
+  cos_0: f64[5, 4] = cos(mm_3)
+return pow_0, cos_0, mm_2
+"""
+
+
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, lambda z, y: F.cross_entropy(z, y) ** 2])
+def test_nothing_to_do_or_undone(loss_of):
+    """Rows that go by themselves stay, and so do those that do not even in two goes."""
+    step = loss_layer(loss_of, more=lambda logits, loss: (logits,))
+    text = step.text()
+    assert computed_twice(step).text() == text
+    assert "needs" in refusal(step)
