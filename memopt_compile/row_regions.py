@@ -45,12 +45,9 @@ def regions(step: StepGraph) -> dict[fx.Node, Region | str]:
     found = dict[fx.Node, Region | str]()
     taken: set[fx.Node] = set()
     for product in sorted([n for n in first if is_reduced(step, n)] + again, key=lambda n: -n.meta["val"].numel()):
-        region = region_of(step, product)
-        if isinstance(region, Region):
-            if not taken.isdisjoint(region.rules):
-                continue
-            taken.update(region.rules)
-        found[product] = region
+        if product not in taken:
+            found[product] = region_of(step, product)
+            taken.update(getattr(found[product], "rules", ()))
     return found
 
 

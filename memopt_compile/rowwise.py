@@ -47,7 +47,7 @@ ALONG = {
     "aten::_softmax": 1, "aten::_log_softmax": 1, "aten::_softmax_backward_data": 2,
     "aten::_log_softmax_backward_data": 2, "aten::gather": 1, "aten::scatter": 1,
     "aten::scatter_add": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::slice": 1,
-    "aten::select": 1,
+    "aten::select": 1, "aten::select_scatter": 2,
 }
 SIZED = {"aten::view": 1, "aten::reshape": 1, "aten::_unsafe_view": 1, "aten::expand": 1,
          "aten::full": 0, "aten::new_zeros": 1, "aten::new_full": 1}

@@ -106,7 +106,8 @@ def _freed_before_needed() -> contextlib.AbstractContextManager:
         here, there = first.get_operation_names(), second.get_operation_names()
         freed = made = local = 0.0
         for buffer in (buffers[name] for name in names if name in buffers):
-            readers = [u for u in buffer.users if not _only_waits(u, buffer.get_name()) and u.get_name() not in here]
+            readers = [u for u in buffer.users if not _only_waits(u, buffer.get_name()) and not _is_gone(u)
+                       and u.get_name() not in here]
             inside = [user.get_name() in there for user in readers]
             if buffer.defining_op_name() in here and all(inside):
                 local += _bytes(buffer.node)
@@ -145,7 +146,7 @@ def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSche
     def uses(buffer: SchedulerBuffer) -> list[float]:
         """When others than the two read it."""
         return [math.inf if isinstance(user.node, OutputNode) else user.node.min_order for user in buffer.users
-                if user.get_name() not in both and not _only_waits(user, buffer.get_name())]
+                if user.get_name() not in both and not _only_waits(user, buffer.get_name()) and not _is_gone(user)]
 
     def made(node: BaseSchedulerNode) -> list[SchedulerBuffer]:
         return [b for b in node.get_outputs() if not b.get_mutations() and uses(b)]
@@ -167,6 +168,11 @@ def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSche
 
 def _total(buffers: list[SchedulerBuffer]) -> float:
     return sum(_bytes(buffer.node) for buffer in buffers)
+
+
+def _is_gone(user: NodeUser) -> bool:
+    """Whether nothing reads what `user` makes: Inductor has then left it out, though not everywhere out of readers."""
+    return not isinstance(user.node, OutputNode) and not hasattr(user.node, "min_order")
 
 
 def _comes_after(user: NodeUser, operations: set[str]) -> bool:
