@@ -127,15 +127,16 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, UpdateInPlace),
         # Where gradients are added up in place and updates run in slabs, no plan has to find room for more.
         (held and eager, partial(ReuseBuffers, of_gradients=True)),
-        (held and eager, RunInSlabs),
+        (held and eager, partial(RunInSlabs, of_updates=True)),
         # Is it too much still? Backwards that share activations have to come to them together.
         (held, partial(JoinBackwards, limit_bytes)),
         # And still? Compute the loss layer for a part of its rows at a time: no operator runs twice for that.
         (held and not eager, partial(ChunkLogits, limit_bytes)),
-        # And still? Decide which activations to keep, and compress the others or compute them again.
+        # And still? Decide which activations to keep, compress others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
         (held and eager and in_order, partial(plan, or_smallest=False)),
         (held and eager, partial(ChunkLogits, limit_bytes)),
+        (held and eager, partial(RunInSlabs, unplanned=True)),
         (held, plan),
         (held, Recompute),
         (held, Compress),
@@ -188,9 +189,8 @@ def rewritten(
     - by the eager lowering, in either way, for less than the smallest peak so far (`NEARER`): the smallest plan is looked for in larger
       steps, and passes behind a plan can make less of one that is not the smallest itself. A larger budget would come by it.
 
-    Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and
-    lowering, has what these passes have made of it, for other plans. `free` says with or without free recomputation, and
-    only that way is gone.
+    Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and lowering, has what
+    these passes have made of it. `free` says with or without free recomputation, and only that way is gone.
     """
     if limit_bytes is None:
         return step, run(step, default(options, lowering, device=device, formats=formats), workspace, workspace, observe)

@@ -8,13 +8,15 @@
    it; if that is one more such product (a teacher's logits), its rows are followed as well.
 3. Nothing else may read a wide value of it (a step that returns its logits, say), nor may it depend on a
    result of it (a gradient scaled by the loss). Narrow rows may be read: they are results then.
-4. What it reads that is made behind its beginning can run before: it writes and draws nothing.
+4. What it reads that is made behind its last such product can run before that, and what needs its results before can
+   run behind: it writes and draws nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import fx
 
@@ -26,13 +28,15 @@ from .step_graph import Phase, StepGraph, mutated_args, op_name
 @dataclass(frozen=True)
 class Region:
     """What is computed in parts: `rules` in schedule order; of its values `results` are read outside. It is computed
-    where its last `product` stands, and `moved` is what it reads that is made behind that."""
+    where its last `product` stands: `moved` is what it reads that is made behind that, `late` what needs its results
+    before that."""
 
     product: fx.Node
     rows: int
     rules: dict[fx.Node, Rule]
     results: tuple[fx.Node, ...]
     moved: tuple[fx.Node, ...]
+    late: tuple[fx.Node, ...]
 
 
 def regions(step: StepGraph) -> dict[fx.Node, Region | str]:
@@ -143,16 +147,15 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
             n.target in PRODUCTS and step.phase(n) is Phase.BACKWARD for n in results):
         return f"no gradient comes of the rows of {op_name(begins[0])}"
     _draw_in(rules, begins, rows, narrow)
-    if early := [n for r in results for n in r.users if n not in rules and n < last]:
-        return f"{op_name(early[0])} runs before {op_name(last)}, which belongs to the same loss"
-    moved = _made_behind(rules, place, place[last])
-    fixed = [n for n in moved if mutated_args(n) or is_random(n) or is_collective(n)]
+    moved, late = _made_behind(rules, place, place[last]), _needing(results, rules, last)
+    between = takewhile(lambda n: n is not last, _from(late[0])) if late else ()
+    fixed = [n for n in (*moved, *between) if mutated_args(n) or is_random(n) or is_collective(n)]
     if fixed:
-        return f"{op_name(fixed[0])} cannot run before the loss"
+        return f"{op_name(fixed[0])} has its place in the step, between what the loss is made of"
     if not all(n.meta["val"].is_contiguous() for n in results):
         return "a result is laid out in another order than its parts"
     ordered = sorted(rules, key=place.__getitem__)
-    return Region(last, rows, {n: rules[n] for n in ordered}, tuple(results), tuple(moved))
+    return Region(last, rows, {n: rules[n] for n in ordered}, tuple(results), tuple(moved), tuple(late))
 
 
 def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, narrow: int) -> None:
@@ -178,6 +181,22 @@ def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, n
         for operand in found.needs.items():
             if operand[0] not in rules:
                 draw(*operand)
+
+
+def _needing(results: Iterable[fx.Node], rules: Mapping[fx.Node, Rule], last: fx.Node) -> list[fx.Node]:
+    """What needs `results` and runs before `last`."""
+    found, stack = set[fx.Node](), list(results)
+    while stack:
+        more = [n for n in stack.pop().users if n not in rules and n not in found and n < last]
+        found.update(more)
+        stack += more
+    return sorted(found)
+
+
+def _from(node: fx.Node) -> Iterator[fx.Node]:
+    while node.op != "root":
+        yield node
+        node = node.next
 
 
 def _made_behind(rules: Mapping[fx.Node, Rule], place: Mapping[fx.Node, int], at: int) -> list[fx.Node]:

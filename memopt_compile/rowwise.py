@@ -190,6 +190,8 @@ def _sized(node: fx.Node, known: Mapping[fx.Node, str], rows: int, place: int) -
     if name not in RESHAPES and name != "aten::expand":
         return Rule(ROWS, {operand: known.get(operand, WHOLE)}, node.target, args, node.kwargs)
     source = _value(operand)
+    if name == "aten::expand" and source.dim() < len(shape):
+        return Rule(ROWS, {operand: WHOLE}, node.target, args, node.kwargs)
     front = lead(source, rows)
     if front is None or name == "aten::expand" and source.dim() != value.dim():
         return None

@@ -168,6 +168,8 @@ class _Chunks:
             node.replace_all_uses_with(end)
             if node in step.gradients:
                 step.gradients[end] = step.gradients[node]
+        for node in region.late:
+            region.product.prepend(node)
         for node in reversed(region.rules):
             if not node.users:
                 step.erase(node)

@@ -40,6 +40,7 @@ from memopt_compile.ordering import is_random, predecessors
 from memopt_compile.rowwise import ELEMENTWISE
 from memopt_compile.step_graph import (
     OPERATOR,
+    Phase,
     StepGraph,
     aliased_args,
     mutated_args,
@@ -56,15 +57,22 @@ PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_
 
 @dataclass(frozen=True)
 class RunInSlabs(StepPass):
-    """`length` is of a slab, in elements; by default what the number of threads asks for."""
+    """`length` is of a slab, in elements; by default what the number of threads asks for. `of_updates`: no temporary but
+    those of updates, so that passes behind it still see what forward and backward are made of. `unplanned`: nothing where
+    a plan is made, which names operators."""
 
     name: ClassVar[str] = "run_in_slabs"
     at_least: int = 1 << 20
     length: int | None = None
+    of_updates: bool = False
+    unplanned: bool = False
+
+    def requires(self, step: StepGraph) -> str | None:
+        return "the step has its plan" if self.unplanned and step.plan is not None else None
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         length = self.length or slab_length()
-        places = _Places(step, max(self.at_least, 2 * length))
+        places = _Places(step, max(self.at_least, 2 * length), self.of_updates)
         regions = places.regions()
         if not regions:
             return
@@ -80,7 +88,7 @@ class RunInSlabs(StepPass):
 class _Places:
     """Who touches which storage, and what of it is a temporary."""
 
-    def __init__(self, step: StepGraph, at_least: int) -> None:
+    def __init__(self, step: StepGraph, at_least: int, of_updates: bool) -> None:
         self.step, self.at_least = step, at_least
         self.order = list(step.computing())
         self.roots = storage_roots(step.graph)
@@ -90,7 +98,8 @@ class _Places:
                 self.touching.setdefault(root, []).append(node)
         self.fit = fit = {node for node in self.order if self._is_elementwise(node) or self._is_view(node)}
         self.temporaries = {root for root, nodes in self.touching.items() if root in fit and self.roots[root] == {root}
-                            and fit.issuperset(nodes) and step.gradients.keys().isdisjoint(nodes)}
+                            and fit.issuperset(nodes) and step.gradients.keys().isdisjoint(nodes)
+                            and (not of_updates or step.phase(root) is Phase.UPDATE)}
 
     def _is_elementwise(self, node: fx.Node) -> bool:
         """Rule 3."""

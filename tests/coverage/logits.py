@@ -3,7 +3,9 @@
     python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--smallest]
 
 Each model takes one step of AdamW on 4 x 256 tokens: without a budget, then under budgets that are a
-share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. The
+share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. Two more
+losses are of a Llama and a frozen second one: a preference of two sequences to two others (DPO, Rafailov et al.,
+2023, eq. 7), and what it learns of a wider one (distillation, Hinton et al., 2015) beside the targets. The
 difference is the largest of any parameter after the step, relative to that parameter's largest value.
 `--smallest` plans for no bytes at all, with recomputation: the peak that it is refused with is the
 smallest one, printed with the loss layer whole and by parts.
@@ -22,6 +24,7 @@ from unittest import mock
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+import torch.nn.functional as F
 from budget import difference, in_processes
 from tabulate import tabulate
 
@@ -29,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 import memopt_compile as memopt  # noqa: E402
-from memopt_compile import pipelines  # noqa: E402
 from memopt_compile.passes.chunk_logits import ChunkLogits  # noqa: E402
 
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)
@@ -43,25 +45,56 @@ def gpt2() -> torch.nn.Module:
         embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def llama() -> torch.nn.Module:
+def llama(width: int = 256) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=32_000, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
+        vocab_size=32_000, hidden_size=width, intermediate_size=688, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=4, use_cache=False))
 
 
-MODELS = {"GPT-2, 50,257 tokens, tied": gpt2, "Llama, 32,000 tokens": llama}
+def of_next_tokens(model: torch.nn.Module, other: None, x: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=x, labels=x).loss
+
+
+def preference(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def of_sequences(logits: torch.Tensor) -> torch.Tensor:
+        of_tokens = logits[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1)
+        chosen, rejected = of_tokens.sum(-1).chunk(2)
+        return chosen - rejected
+
+    with torch.no_grad():
+        before = of_sequences(other(input_ids=x).logits)
+    return -F.logsigmoid(0.1 * (of_sequences(model(input_ids=x).logits) - before)).mean()
+
+
+def distillation(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        wanted = (other(input_ids=x).logits / 2).softmax(-1)
+    made = model(input_ids=x, labels=x)
+    return made.loss + 4 * F.kl_div((made.logits / 2).log_softmax(-1), wanted, reduction="batchmean") / x.shape[1]
+
+
+# By name: the model, a frozen one beside it, the loss, and how many wide matrices are gathered from.
+MODELS = {
+    "GPT-2, 50,257 tokens, tied": (gpt2, lambda: None, of_next_tokens, 1),
+    "Llama, 32,000 tokens": (llama, lambda: None, of_next_tokens, 1),
+    "Llama, preference": (llama, llama, preference, 2),
+    "Llama, distillation": (llama, partial(llama, 512), distillation, 1),
+}
 
 
 def train(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """The report of one step, and the parameters after it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = MODELS[name]()
+    make, make_other, loss_of, _ = MODELS[name]
+    model, other = make(), make_other()
+    if other is not None:
+        other.requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=x, labels=x).loss
+        loss = loss_of(model, other, x)
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -74,18 +107,18 @@ def train(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def smallest(name: str, lowering: str) -> None:
     """Print the smallest peak that is found, with the loss layer whole and by parts."""
-    for what, tried in (("whole", ()), ("by parts", ChunkLogits.parts)):
-        with mock.patch.object(pipelines, "ChunkLogits", partial(ChunkLogits, parts=tried)):
+    for what, tried in (("whole", lambda self, step: "it stays whole"), ("by parts", ChunkLogits.requires)):
+        with mock.patch.object(ChunkLogits, "requires", tried):
             try:
                 train(name, lowering=lowering, memory_budget=1, recompute=True)
             except memopt.InfeasibleBudget as refusal:
                 print(f"{name}, loss layer {what}: {refusal.what}", flush=True)
 
 
-def parts(report: Any) -> str:
+def parts(report: Any, gathered: int) -> str:
     """In how many parts the loss layer runs, from what the pass has changed."""
     (changes,) = [dict(p.op_changes) for p in report.passes if p.name == "chunk_logits"]
-    return str(changes.get("nll_loss_forward", changes.get("gather", 0)) + 1)
+    return str(changes.get("nll_loss_forward", changes.get("gather", 0)) // gathered + 1)
 
 
 def rows(name: str, lowering: str) -> list[list[str]]:
@@ -98,7 +131,7 @@ def rows(name: str, lowering: str) -> list[list[str]]:
         except memopt.InfeasibleBudget as refusal:
             found.append([name, f"{share:.1f}", "refused: " + refusal.what.split(";")[0], *[""] * 5])
             break
-        found.append([name, f"{share:.1f}", mib(report.budget_bytes), *peaks(report), parts(report),
+        found.append([name, f"{share:.1f}", mib(report.budget_bytes), *peaks(report), parts(report, MODELS[name][-1]),
                       f"{difference(expected, got):.0e}"])
     return found
 

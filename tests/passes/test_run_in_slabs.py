@@ -1,5 +1,7 @@
 """Runs of elementwise operators hold slabs, and give the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graphs import (
@@ -25,6 +27,7 @@ from memopt_compile.passes.release_gradients import ReleaseGradients
 from memopt_compile.passes.reuse_buffers import ReuseBuffers
 from memopt_compile.passes.run_in_slabs import RunInSlabs
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.step_graph import Phase
 
 STORY = Canonicalize(), ReleaseGradients(), ScheduleForPeak(), ReuseBuffers()
 SMALL = RunInSlabs(at_least=256, length=64)
@@ -225,6 +228,25 @@ def test_depends_on_a_norm_of_what_it_writes():
     text = step.text()
     check(step, SMALL)
     assert step.text() == text
+
+
+class Bell(nn.Module):
+    def forward(self, x):
+        return torch.exp(-(x * 3).cos().sin().cos() / 7)
+
+
+def test_of_updates_alone():
+    """What forward and backward are made of other passes still have to see; and a plan has its operators' names."""
+    of_all, of_updates = (training_step(nn.Sequential(nn.Linear(32, 32), Bell(), nn.Linear(32, 4)).double(), batch=16,
+                                        optimizer=torch.optim.AdamW) for _ in range(2))
+    found = {}
+    for step, each in ((of_all, SMALL), (of_updates, replace(SMALL, of_updates=True))):
+        Canonicalize().run(step)
+        check(step, each)
+        found[each] = {step.phase(n) for n in step.computing() if n.target is IN_SLABS_}
+    assert list(found.values()) == [{Phase.BACKWARD, Phase.UPDATE}, {Phase.UPDATE}]
+    of_updates.plan = object()
+    assert "plan" in replace(SMALL, unplanned=True).requires(of_updates) and SMALL.requires(of_updates) is None
 
 
 SETTINGS = [{"optimizer": o, **settings} for o, settings in (
