@@ -317,7 +317,8 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}, "
         f"{format_bytes(needed - limit)} less; "
         f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
-        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less))
+        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less),
+        budget_bytes=limit, smallest_peak_bytes=needed, resident_bytes=resident)
 
 
 def _largest(record: Compilation) -> str:
