@@ -44,7 +44,6 @@ TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
 SHOWN = 3  # kinds of values that a refusal names
-UNPLANNED = 10  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -131,8 +130,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         planned = limit
     else:
         above, highest = ABOVE * rung, down(limit) + ABOVE * rung
-        unplanned = _unplanned_peak(captured, record, formats)
-        planned = unplanned if highest < unplanned <= limit + UNPLANNED * rung else highest
+        planned = max(highest, _unplanned_peak(captured, record, formats))  # fusion may make any share less of it
     for attempt in range(1 + TRIES):
         program = _program(captured, record, planned, formats)
         if program.peak_bytes <= limit:
