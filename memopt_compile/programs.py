@@ -28,6 +28,7 @@ from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
 from .lowering.ahead import Ahead
 from .lowering.replaying import Replayed
+from .memory_plan import MemoryPlan
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
@@ -84,9 +85,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         run = falling_back(run, partial(_exactly, step, record), record.device)
     if run is program.run:  # it will not be planned again
         record.heads.clear()
-    if record.versions and plan and plan.largest_error:
-        run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
-                       record.options.max_gradient_error, record.where, record.compressed)
+    run = _compared(run, plan, record.versions, record)
     asked = record.options.cuda_graphs is True
     if asked or record.options.cuda_graphs and record.device.type == "cuda" and run is program.run:
         run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit, asked)
@@ -218,7 +217,17 @@ def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[st
         return None
     record.step, record.after, record.passes = trial.step, trial.after, trial.passes
     record.predicted_peak_bytes, record.measured_peak_bytes = program.peak_bytes, None
-    return _measured(program, record)
+    program = _measured(program, record)
+    # The next step is watched.
+    return replace(program, watching=program.watching and _compared(program.watching, program.plan, trial.versions, record))
+
+
+def _compared(run: Callable, plan: MemoryPlan | None, versions: Mapping[str, StepGraph], record: Compilation) -> Callable:
+    """`run`, whose first call also compares the gradients of `versions`, if `verify` is asked for and formats lose something."""
+    if not (versions and plan and plan.largest_error):
+        return run
+    return shadowed(run, versions["plan_memory"], versions["compress"], record.options.max_gradient_error, record.where,
+                    record.compressed)
 
 
 def _measured(program: Program, record: Compilation) -> Program:
