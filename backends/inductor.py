@@ -134,6 +134,8 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
         return Lowered(run, text, tuple(called), tuple(made.new), lambda: peak().bytes, made.finish)
 
     if within is not None:
+        if not fits():  # what is handed from piece to piece is too much
+            return TooLarge(peak().bytes, program)
         for name in _by_live_bytes(step, called, parts):
             made.lower(name)
             if not fits():

@@ -47,9 +47,23 @@ class OptionError(MemoptError):
 
 
 class InfeasibleBudget(MemoptError):
-    """No plan fits the memory budget with the means that the options allow."""
+    """No plan fits the memory budget with the means that the options allow.
+
+    Args:
+        what, where, do: see `MemoptError`.
+        budget_bytes: the budget, in bytes of the step's peak.
+        smallest_peak_bytes: the smallest peak that was found. As `memory_budget` it is kept, if nothing else changes.
+        resident_bytes: what of it is there before the step begins: parameters, optimizer state, buffers and the batch.
+    """
 
     id = "MEMOPT-E301"
+
+    def __init__(self, what: str, where: object = None, do: str | None = None, *, budget_bytes: int | None = None,
+                 smallest_peak_bytes: int | None = None, resident_bytes: int | None = None):
+        super().__init__(what, where, do)
+        self.budget_bytes = budget_bytes
+        self.smallest_peak_bytes = smallest_peak_bytes
+        self.resident_bytes = resident_bytes
 
 
 class VerifyError(MemoptError):

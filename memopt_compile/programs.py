@@ -28,6 +28,7 @@ from .finiteness import REQUIRE_FINITE, falling_back
 from .liveness import Timeline, resident_bytes, timeline
 from .lowering.ahead import Ahead
 from .lowering.replaying import Replayed
+from .memory_plan import MemoryPlan
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
@@ -44,7 +45,6 @@ TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
 SHOWN = 3  # kinds of values that a refusal names
-UNPLANNED = 10  # rungs: the same of the step without a plan, of which fusion makes most
 
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
@@ -85,9 +85,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         run = falling_back(run, partial(_exactly, step, record), record.device)
     if run is program.run:  # it will not be planned again
         record.heads.clear()
-    if record.versions and plan and plan.largest_error:
-        run = shadowed(run, record.versions["plan_memory"], record.versions["compress"],
-                       record.options.max_gradient_error, record.where, record.compressed)
+    run = _compared(run, plan, record.versions, record)
     asked = record.options.cuda_graphs is True
     if asked or record.options.cuda_graphs and record.device.type == "cuda" and run is program.run:
         run = record.replayed = Replayed(run, record.step, record.device, record.where, program.peak_bytes, limit, asked)
@@ -131,8 +129,7 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         planned = limit
     else:
         above, highest = ABOVE * rung, down(limit) + ABOVE * rung
-        unplanned = _unplanned_peak(captured, record, formats)
-        planned = unplanned if highest < unplanned <= limit + UNPLANNED * rung else highest
+        planned = max(highest, _unplanned_peak(captured, record, formats))  # fusion may make any share less of it
     for attempt in range(1 + TRIES):
         program = _program(captured, record, planned, formats)
         if program.peak_bytes <= limit:
@@ -220,7 +217,17 @@ def _planned_again(captured: StepGraph, record: Compilation, formats: Mapping[st
         return None
     record.step, record.after, record.passes = trial.step, trial.after, trial.passes
     record.predicted_peak_bytes, record.measured_peak_bytes = program.peak_bytes, None
-    return _measured(program, record)
+    program = _measured(program, record)
+    # The next step is watched.
+    return replace(program, watching=program.watching and _compared(program.watching, program.plan, trial.versions, record))
+
+
+def _compared(run: Callable, plan: MemoryPlan | None, versions: Mapping[str, StepGraph], record: Compilation) -> Callable:
+    """`run`, whose first call also compares the gradients of `versions`, if `verify` is asked for and formats lose something."""
+    if not (versions and plan and plan.largest_error):
+        return run
+    return shadowed(run, versions["plan_memory"], versions["compress"], record.options.max_gradient_error, record.where,
+                    record.compressed)
 
 
 def _measured(program: Program, record: Compilation) -> Program:
@@ -317,7 +324,8 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}, "
         f"{format_bytes(needed - limit)} less; "
         f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
-        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less))
+        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less),
+        budget_bytes=limit, smallest_peak_bytes=needed, resident_bytes=resident)
 
 
 def _largest(record: Compilation) -> str:

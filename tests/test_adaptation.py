@@ -1,6 +1,7 @@
 """Planning again during training."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import ordinary_step  # noqa: E402
 
 import memopt_compile as memopt  # noqa: E402
+from memopt_compile import programs, records  # noqa: E402
+from memopt_compile.backends import inductor  # noqa: E402
 from memopt_compile.memory_plan import MemoryPlan  # noqa: E402
 from memopt_compile.planning.adaptation import (
     OUTLIER_COLUMNS,
@@ -22,6 +25,7 @@ from memopt_compile.planning.adaptation import (
     Watched,
     level,
 )
+from memopt_compile.reporting import explaining  # noqa: E402
 
 PLAN = MemoryPlan(0, 0, 0.0, 0.0, (), frozenset())
 
@@ -127,16 +131,20 @@ def test_training_goes_on_through_plans():
     heavy = x.clone()
     heavy[:, ::10] *= 20
     compiled = memopt.compile(ordinary_step(model, opt), memory_budget=0.65, compress="int4", recompute=False, adapt=True,
-                              lowering="eager")
-    losses, peaks = [], []
+                              lowering="eager", verify=True)
+    losses, peaks, errors = [], [], []
     for batch in (*[x] * 4, *[heavy] * 3, x):
         losses.append(float(compiled(batch, y)))
         report = memopt.report(compiled)
         peaks.append((report.predicted_peak_bytes, report.measured_peak_bytes))
+        errors.append(report.gradient_error)
     assert all(predicted <= report.budget_bytes for predicted, _ in peaks)
     assert all(measured in (None, predicted) for predicted, measured in peaks) and peaks[0][1]
     assert len(report.history) >= 2 and all(h.plan for h in report.history)
     assert "planned again" in str(report)
+    compared = 1 + sum(change.after < 8 for change in report.history)  # in the first step of each plan
+    assert len({*errors}) == compared and all(errors[change.after - 1] != errors[change.after]
+                                              for change in report.history if change.after < 8)
     assert {int(state["step"]) for state in opt.state.values()} == {8}
     assert losses[3] < losses[0]
 
@@ -145,3 +153,27 @@ def test_adapting_needs_something_to_adapt():
     with pytest.raises(memopt.OptionError, match="adapt") as refusal:
         memopt.Options(adapt=True, memory_budget=0.5)
     assert "compress='int4'" in str(refusal.value)
+
+
+@pytest.mark.inductor
+def test_pieces_of_plans_before_are_used_again():
+    """Another format compiles the pieces that pack and unpack it; the plan before comes back with nothing compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 4))
+    step = ordinary_step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    options = {"memory_budget": 1.0, "compress": "int4", "recompute": False, "lowering": "inductor"}
+    record = explaining.planned(step, (torch.randn(2048, 64), torch.arange(2048) % 4), options, captured_only=True)
+    record.budget_bytes = int(0.6 * record.before.peak_bytes)
+
+    def planned(formats):
+        with records.planning():  # lowered, without the C++ compiler
+            program = programs._within(record.budget_bytes, record.captured, replace(record), formats)
+        assert program.peak_bytes <= record.budget_bytes
+        return program
+
+    inductor.forget()
+    first = planned({})
+    other = planned({first.plan.packed[0][0]: "int4"})
+    assert other.plan.packed != first.plan.packed and 0 < len(other.run.compiled) < other.run.distinct
+    again = planned({})
+    assert again.plan.packed == first.plan.packed and not again.run.compiled

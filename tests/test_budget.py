@@ -144,6 +144,8 @@ def test_a_refusal_names_the_smallest_peak_and_that_one_works():
         report.resident_bytes + 1000]).points[0].peak_bytes
     _, _, found = trained(least, made=small)
     assert found.measured_peak_bytes <= least
+    assert refusal.value.smallest_peak_bytes == least and refusal.value.resident_bytes == report.resident_bytes
+    assert refusal.value.budget_bytes == report.resident_bytes + 1000
     told = re.search(r"raise memory_budget to ([0-9.]+ [KM]iB)", refusal.value.do)[1]
     assert trained(told, made=small)[2].measured_peak_bytes == found.measured_peak_bytes
 

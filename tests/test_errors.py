@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt_compile.errors import CaptureError, MemoptError
+from memopt_compile.errors import CaptureError, InfeasibleBudget, MemoptError
 
 DOCS = Path(__file__).parents[1] / "docs" / "errors.md"
 CLASSES = [MemoptError, *MemoptError.__subclasses__()]
@@ -36,6 +36,11 @@ def test_survives_pickling(kind):
     error = kind("what", where="where", do="do")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind and str(copy) == str(error)
+
+
+def test_a_refusal_keeps_its_bytes_when_pickled():
+    copy = pickle.loads(pickle.dumps(InfeasibleBudget("what", smallest_peak_bytes=8, resident_bytes=3, budget_bytes=5)))
+    assert (copy.smallest_peak_bytes, copy.resident_bytes, copy.budget_bytes) == (8, 3, 5)
 
 
 def test_ids_are_unique():

@@ -6,7 +6,8 @@ Taken from the operators that read it, never from the names of modules:
    in gradients. Denominators, what is exponentiated (and the logarithms of probabilities), what is
    compared, integers, what a metric behind `backward()` reads, and every operator that is not known here.
 2. *Follows*: statistics of other activations (mean and deviation of a normalization, the
-   normalizer of an attention). They are small, and have to fit the activation that they are of: they are
+   normalizer of an attention; where these are taken apart, as for Inductor, whatever one element of goes with
+   many of another). They are small, and have to fit the activation that they are of: they are
    kept exactly, or computed again from what it came back as.
 3. *Tolerant*: what enters a product or a sum. An error of a few per cent in it is one of a few per
    cent in a gradient.
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.sizes import symbols_of_data
+from ..compat.trace import hinted
 from ..compression import is_dense
 from ..step_graph import OPERATOR, Phase, StepGraph, aliased_args, mutated_args, storage_roots
 
@@ -98,7 +101,17 @@ def _use(reader: fx.Node, operand: fx.Node, argument: str) -> Use:
         return T if isinstance(exponent, int | float) and exponent >= 1 else E
     # The difference to a maximum or a normalizer is what a softmax exponentiates.
     exponentiated = name in ("sub", "add") and any(_name(u) in ("exp", "exp2") for u in reader.users)
-    return E if name in STEEP or exponentiated or name == "div" and argument == "other" else T
+    if name in STEEP or exponentiated or name == "div" and argument == "other":
+        return E
+    return F if _broadcast(operand, reader) else T  # its error is the same for many, and does not average out
+
+
+def _broadcast(operand: fx.Node, reader: fx.Node) -> bool:
+    """Whether an element of what `operand` is a view of goes with several of the pointwise `reader`."""
+    given, made = operand.meta["val"], reader.meta["val"]
+    if symbols_of_data((given.untyped_storage().nbytes(), *made.shape)):
+        return False  # nothing of it is compressed
+    return hinted(given.untyped_storage().nbytes()) < hinted(made.numel()) * given.element_size()
 
 
 def may_follow(operation: fx.Node, operand: fx.Node) -> bool:

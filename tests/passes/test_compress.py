@@ -255,6 +255,15 @@ def test_four_bits_are_at_most_0_3_of_the_bytes(form, rows, taken, dtype):
     assert packed.form == (form if small else taken)
 
 
+def test_statistics_of_a_normalization_that_is_taken_apart_stay_exact():
+    """A mean in 4 bits, of rows that are far from 0, would move their gradients by more than their size."""
+    step = stack(*blocks(nn.GELU, lambda: nn.LayerNorm(32)), batch=512, lowering="inductor")
+    found = sensitivity(step, "int4")
+    statistics = [n for n in found.formats if n.meta["val"].shape == (512, 1)]
+    assert len(statistics) >= 4 and all(found.use[n] is Use.FOLLOWS and not found.formats[n] for n in statistics)
+    assert any(forms == ("int4 outliers",) for forms in found.formats.values())
+
+
 def test_what_a_metric_reads_behind_backward_stays_exact():
     def layer(p, q, x, metric):
         hidden = torch.mm(x, p)
