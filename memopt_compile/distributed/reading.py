@@ -145,6 +145,8 @@ def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
 
     def read(module: nn.Module) -> Tensor:
         sharded = module._parameters[name]
+        if not isinstance(sharded, DTensor):  # put there since, as by torch.func.functional_call
+            return sharded
         if torch.compiler.is_compiling():
             return gather(sharded)
         storage = storage_of(sharded)
