@@ -10,8 +10,9 @@ that it is always right; and if it writes to them (an update in eager, a checkpo
 of the other ranks in the whole are old. `refresh` sees that by versions: of the parameter, which counts
 what is done to the DTensor, and of the rows, which counts what is done to the tensor inside it.
 
-Kernels that write to a list of tensors (`foreach`, `fused`) count nothing of a DTensor. What an optimizer writes by them
-in eager is counted here, by `count_updates`.
+Kernels that write to a list of tensors (`foreach`, `fused`) count nothing of a DTensor, nor does torch.distributed.checkpoint,
+which writes to the rows of what `state_dict()` gave out. What an optimizer in eager writes, and a load, is counted by
+`count_updates` and `count_load`.
 
 Two ways of writing it does not see: `torch._foreach_mul_(parameters, ..)` outside of an optimizer, and `p.data.zero_()`. `p.data` is another DTensor with a count of its own, and below
 DTensor's operators nothing is counted. To see it, rows would have to be read in every step (docs/zero.md warns).
@@ -93,6 +94,16 @@ def count_updates() -> None:
 
     count.only_checks = True  # type: ignore[attr-defined]
     register_optimizer_step_pre_hook(count)
+
+
+def count_load(chunks: Any) -> Any:
+    """`DTensor.__create_chunk_list__`, asked before a load writes to the DTensor, which shares its count with the parameter."""
+    @functools.wraps(chunks)
+    def counted(self: Any) -> Any:
+        torch.autograd.graph.increment_version(self)
+        return chunks(self)
+
+    return counted
 
 
 def refresh(storages: list[Storage]) -> None:
