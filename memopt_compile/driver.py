@@ -98,6 +98,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         telling.settle(notes, whole=kind == "step")
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
+    if kind == "model" and _differentiable(gm):
+        zero.check_model(opts.zero, build.dynamo_inputs(gm), notes.where)
     metrics = notes.resumed and notes.step in telling.stepped and not _differentiable(gm)  # behind the step
     before = notes.to_come and not notes.begun and not any(  # of the batch alone
         isinstance(given, torch.Tensor) and given.requires_grad for _, given, _ in build.dynamo_inputs(gm))
@@ -171,8 +173,7 @@ def _check_budget(opts: Options, kind: str, notes: capture.Notes) -> None:
             do="compile the whole step (forward, backward() and opt.step()), or leave arena out")
     if opts.memory_budget is not None and kind == "model":
         raise OptionError(
-            "the budget cannot be kept: " + (notes.reason or "there is no backward() in the "
-                                             "compiled function"),
+            "the budget cannot be kept: " + (notes.reason or "there is no backward() in the compiled function"),
             where=f"{notes.where}, memory_budget={opts.memory_budget!r}",
             do="compile the whole step (forward, backward() and opt.step()) so that it is captured "
             "in one graph, or leave memory_budget out")
@@ -186,6 +187,7 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
                                           reason=notes.reason))
         folding.check(opts, "model", notes)
         _check_budget(opts, "model", notes)
+        zero.check_ordinary(opts.zero, notes.where)
 
 
 def _differentiates(gm: fx.GraphModule) -> bool:

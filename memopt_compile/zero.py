@@ -20,7 +20,7 @@ from .compat import data, trace
 from .distributed import agreement, meeting
 from .distributed.lost import naming_the_lost
 from .distributed.reading import lost
-from .distributed.storage import Kept, Storage, note, refresh, storage_of
+from .distributed.storage import Kept, Storage, any_known, note, refresh, storage_of
 from .errors import MemoptError, OptionError, RankError
 from .options import Options
 from .records import Compilation
@@ -48,11 +48,7 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
                           where=f"{where}, partition_activations=True", do="leave partition_activations out")
     for (label, _, trained), storage in zip(origin, found):
         if stage and trained and storage is None:
-            raise OptionError(
-                f"the parameter {label} is not sharded", where=f"{where}, zero={stage}",
-                do="after making the optimizer, and before the first step, call on every rank\n"
-                f"    memopt.shard_(model, opt, mesh, stage={stage})\n  with mesh = "
-                "torch.distributed.device_mesh.init_device_mesh('cpu', (world_size,))")
+            raise _unshared(f"the parameter {label} is", stage, where)
     for storage in storages:
         if storage.stage != stage:
             raise OptionError(
@@ -60,6 +56,34 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
                 where=f"{where}, zero={stage}",
                 do=f'compile the step with options={{"zero": {storage.stage}}}')
     return storages
+
+
+def _unshared(what: str, stage: int, where: str) -> OptionError:
+    return OptionError(f"{what} not sharded", where=f"{where}, zero={stage}",
+                       do="after making the optimizer, and before the first step, call on every rank\n"
+                       f"    memopt.shard_(model, opt, mesh, stage={stage})\n  with mesh = "
+                       "torch.distributed.device_mesh.init_device_mesh('cpu', (world_size,))")
+
+
+def check_model(stage: int, origin: Origin, where: str) -> None:
+    """The same for a model that is compiled alone, or a part of a step, with results to be differentiated.
+
+    Raises:
+        OptionError: its gradients would be this rank's.
+    """
+    for label, example, _ in origin:
+        if stage and type(example) is torch.nn.Parameter and example.requires_grad and storage_of(example) is None:
+            raise _unshared(f"the parameter {label} is", stage, where)
+
+
+def check_ordinary(stage: int, where: str) -> None:
+    """And for a step of which nothing is compiled, so that its parameters are not known here.
+
+    Raises:
+        OptionError: `shard_` has not been called at all. (Optimizers look at what they train: `replaced`.)
+    """
+    if stage and not any_known():
+        raise _unshared("the model is", stage, where)
 
 
 def check_writes(gm: fx.GraphModule, quoted: Callable[[fx.Node], str]) -> None:

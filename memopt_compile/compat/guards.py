@@ -45,6 +45,8 @@ def is_the_same_tensor(original: Callable, guard: Any) -> bool:
     """Whether a tensor is guarded by its identity, as the key of a dict is. Dynamo has the gradient of a parameter that
     is a key of `optimizer.state` for one too: every backward makes another."""
     source = guard.originating_source
+    if isinstance(source, AttrSource) and source.member == "_local_tensor":  # the rows of a DTensor
+        source = source.base
     return not (isinstance(source, AttrSource) and source.member == "grad") and original(guard)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..compat import subclass
 from ..errors import OptionError
+from ..quantization.parameters import LowPrecisionTensor
 from . import meeting, redistributing
 from .copying import copied as copied_tensor
 from .lost import naming_the_lost
@@ -76,7 +77,7 @@ def reading(kind: type[nn.Module], names: tuple[str, ...], replicas: Any) -> typ
     """A subclass of a module's class that gathers these parameters when they are read."""
     return type(kind.__name__, (kind,), {
         **{name: property(_reader(name, replicas)) for name in names},
-        "__deepcopy__": _copied(kind), "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+        "__deepcopy__": _copied(kind), "_apply": _converted(kind, names), "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def _copied(kind: type[nn.Module]) -> Callable[[nn.Module, dict], nn.Module]:
@@ -97,6 +98,36 @@ def _copied(kind: type[nn.Module]) -> Callable[[nn.Module, dict], nn.Module]:
     return copied
 
 
+def _converted(kind: type[nn.Module], names: tuple[str, ...]) -> Callable[..., nn.Module]:
+    """What ``module.to(..)``, ``.float()`` and their like do to each module: shared parameters may stay as they are."""
+
+    def converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = module._parameters
+        shared = {name: storage for name in names if (storage := storage_of(own[name])) is not None}
+        for name, storage in shared.items():
+            with torch.no_grad():
+                rows = own[name].to_local()
+                if not _same(rows, fn(rows)):
+                    raise OptionError(
+                        f"{storage.name} is shared by ranks, and cannot get another type, device or layout",
+                        where=f"{kind.__name__}._apply(), as by .to(..)",
+                        do="convert and move the model before its optimizer is made and memopt.shard_ is called")
+        vars(module)["_parameters"] = {name: p for name, p in own.items() if name not in shared}
+        try:
+            return kind._apply(module, fn, recurse)
+        finally:
+            own.update(module._parameters)
+            vars(module)["_parameters"] = own
+
+    return converted
+
+
+def _same(rows: Tensor, new: Tensor) -> bool:
+    if isinstance(rows, LowPrecisionTensor) and isinstance(new, LowPrecisionTensor):
+        return new.dtype == rows.dtype and all(a.data_ptr() == b.data_ptr() for a, b in zip(rows.parts, new.parts))
+    return new is rows
+
+
 def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
     def whole(sharded: DTensor) -> Tensor:
         return sharded.redistribute(placements=[Replicate()]).to_local(
@@ -114,6 +145,8 @@ def _reader(name: str, replicas: Any) -> Callable[[nn.Module], Tensor]:
 
     def read(module: nn.Module) -> Tensor:
         sharded = module._parameters[name]
+        if not isinstance(sharded, DTensor):  # put there since, as by torch.func.functional_call
+            return sharded
         if torch.compiler.is_compiling():
             return gather(sharded)
         storage = storage_of(sharded)

@@ -133,6 +133,11 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
                            f"move the model there, or make the mesh of {p.device.type!r}")
         if not p.is_contiguous():
             raise _refusal(f"{name} is not contiguous", "give the module a contiguous parameter")
+        if p.dim() and not len(p):
+            raise _refusal(f"{name} of shape {tuple(p.shape)} has no rows", "leave it out of the model")
+        if p.is_complex() and not p.dim():
+            raise _refusal(f"{name} is complex and has no dimension", "give it one, of a single row: torch.view_as_real "
+                           "of a DTensor, which optimizers take, does not know the other")
         if p.grad is not None:
             raise _refusal(f"{name} has a gradient", "call opt.zero_grad() first")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
@@ -145,6 +150,9 @@ def _check_parameters(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any) -
             raise _refusal(f"{path} ({type(module).__name__}) has max_norm, by which it writes into its weight when "
                            "it reads it", "leave max_norm out, and write the rows that are too long yourself "
                            "behind the step: weight.copy_(..) of the one among model.parameters()")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise _refusal(f"{path} ({type(module).__name__}) has sparse gradients, which are not scattered",
+                           "leave sparse=True out")
         on_meta = any(t is not None and t.is_meta
                       for t in (*module._parameters.values(), *module._buffers.values()))
         if on_meta and not hasattr(module, "reset_parameters"):

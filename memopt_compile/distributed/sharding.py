@@ -33,11 +33,11 @@ from ..optim.low_bit import CORRECTION, compressed, expanded
 from ..optim.shards import Rows
 from ..quantization.parameters import LowPrecisionTensor
 from ..quantization.rounding import from_bytes
-from . import low_precision, redistributing, whole_checkpoints
+from . import low_precision, redistributing, whole_checkpoints, wrapping
 from .first_values import become_the_first, materialize, of_the_first
 from .reading import reading
 from .refusals import check
-from .storage import Storage, remember, storage_of, window
+from .storage import Storage, count_load, count_updates, remember, storage_of, window
 
 
 def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int = 3) -> None:
@@ -63,6 +63,8 @@ def shard_(model: nn.Module, opt: torch.optim.Optimizer, mesh: Any, stage: int =
     check(model, opt, mesh, stage)
     shard, replicas = (mesh, None) if mesh.ndim == 1 else (mesh[name] for name in mesh.mesh_dim_names[::-1])
     redistributing.watch(shard, mesh)
+    count_updates()
+    wrapping.replace(DTensor, "__create_chunk_list__", count_load)
     class_of = functools.cache(functools.partial(reading, replicas=replicas))
     if isinstance(opt, Optimizer):
         opt.shards = Rows(shard)

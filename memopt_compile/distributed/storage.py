@@ -10,12 +10,17 @@ that it is always right; and if it writes to them (an update in eager, a checkpo
 of the other ranks in the whole are old. `refresh` sees that by versions: of the parameter, which counts
 what is done to the DTensor, and of the rows, which counts what is done to the tensor inside it.
 
-One way of writing it does not see: `p.data.zero_()`. `p.data` is another DTensor with a count of its own, and below
+Kernels that write to a list of tensors (`foreach`, `fused`) count nothing of a DTensor, nor does torch.distributed.checkpoint,
+which writes to the rows of what `state_dict()` gave out. What an optimizer in eager writes, and a load, is counted by
+`count_updates` and `count_load`.
+
+Two ways of writing it does not see: `torch._foreach_mul_(parameters, ..)` outside of an optimizer, and `p.data.zero_()`. `p.data` is another DTensor with a count of its own, and below
 DTensor's operators nothing is counted. To see it, rows would have to be read in every step (docs/zero.md warns).
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -68,6 +75,35 @@ def remember(storage: Storage) -> None:
 def storage_of(parameter: Any) -> Storage | None:
     """How `shard_` has stored this parameter, None if it has not."""
     return _known.get(parameter) if isinstance(parameter, Tensor) else None
+
+
+def any_known() -> bool:
+    """Whether `shard_` has shared a parameter that is still there."""
+    return len(_known) > 0
+
+
+@functools.cache
+def count_updates() -> None:
+    """From now on each step of an optimizer that is not captured counts as a write to what is kept whole."""
+    @torch.compiler.disable
+    def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if (storage := storage_of(p)) is not None and storage.kept:
+                    torch.autograd.graph.increment_version(p)
+
+    count.only_checks = True  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(count)
+
+
+def count_load(chunks: Any) -> Any:
+    """`DTensor.__create_chunk_list__`, asked before a load writes to the DTensor, which shares its count with the parameter."""
+    @functools.wraps(chunks)
+    def counted(self: Any) -> Any:
+        torch.autograd.graph.increment_version(self)
+        return chunks(self)
+
+    return counted
 
 
 def refresh(storages: list[Storage]) -> None:

@@ -113,7 +113,12 @@ def of_two(rank, ranks, folder):
         run(torch.randn(8, 64, generator=generator))
     save(dict(zip(("model", "optimizer"), get_state_dict(model, opt))), checkpoint_id=folder + "/of two")
     bits = {value.dtype for state in opt.state.values() for value in state.values() if torch.is_tensor(value)}
-    return values(model, opt), torch.uint8 in bits, restarted(rank, ranks, folder)
+    found = values(model, opt)
+    x, losses = torch.ones(8, 64), []
+    for _ in range(2):
+        losses.append(run(x))
+        checkpoint.load({"model": model.state_dict()}, checkpoint_id=folder + "/of two")
+    return found, torch.uint8 in bits, losses, restarted(rank, ranks, folder)
 
 
 def of_three(rank, ranks, folder):
@@ -140,12 +145,18 @@ def three(tmp_path_factory, folder, two):
 
 
 def test_from_two_ranks_to_three_to_one_process(two, three, folder):
-    wanted, in_few_bits, _ = two[0]
+    wanted, in_few_bits, *_ = two[0]
     assert in_few_bits and len(wanted) == 3 + 3 * 3
     model, opt = made(32)
     load(model, opt, folder + "/of three")
     for found in (two[1][0], *three, values(model, opt)):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_step_goes_on_from_what_is_loaded_in_place(two):
+    """Into what `state_dict()` gives out, of which PyTorch counts no write: the whole parameters are gathered again."""
+    for _, _, losses, _ in two:
+        assert torch.equal(*losses)
 
 
 def test_a_restart_changes_nothing_on_as_many_ranks(two):

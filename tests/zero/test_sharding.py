@@ -42,6 +42,11 @@ def refusals(rank, ranks):
             model.weight.grad = torch.ones(4, 4)
         return model
 
+    def with_parameter(value):
+        model = nn.Linear(4, 4)
+        model.other = nn.Parameter(value)
+        return model
+
     placed, sharded = nn.Linear(4, 4), nn.Linear(4, 4)
     placed.weight = nn.Parameter(distribute_tensor(placed.weight.detach(), mesh, [Replicate()]))
     shard(sharded)
@@ -57,6 +62,10 @@ def refusals(rank, ranks):
             lambda: shard(m := nn.Linear(4, 4), torch.optim.Adafactor(m.parameters()))),
         "weight is a DTensor with placements (Replicate(),)": says(lambda: shard(placed)),
         "weight is sharded already": says(lambda: shard(sharded)),
+        "weight is shared by ranks, and cannot get another type": says(sharded.cpu().double),
+        "other of shape (0, 4) has no rows": says(lambda: shard(with_parameter(torch.ones(0, 4)))),
+        "other is complex and has no dimension": says(lambda: shard(with_parameter(torch.tensor(1j)))),
+        "(Embedding) has sparse gradients": says(lambda: shard(nn.Embedding(4, 4, sparse=True))),
         "weight has a gradient": says(lambda: shard(with_gradient())),
         "keeps its parameters in a list of its own": says(lambda: shard(nn.LSTM(4, 4))),
         "the optimizer has 2 parameters that are not the model's": says(
@@ -133,6 +142,9 @@ def wrong_steps(rank, ranks):
             rank, ranks, lambda step: memopt.compile(step, zero=3, lowering="eager"))),
         "AdamW has 2 parameters (0.weight, 0.bias ..) that were frozen when": thawed(rank, ranks, batch),
         "  where: optimizer.step()": second_optimizer(rank, ranks, False, lambda step: step),
+        "of shape (8, 16) ..) that memopt.shard_ has not shared": with_a_new_head(rank, ranks, batch, lambda step: step),
+        "._modules['6']._parameters['weight'] is not sharded": with_a_new_head(
+            rank, ranks, batch, lambda step: memopt.compile(step, zero=3, lowering="eager")),
     }
 
 
@@ -185,14 +197,28 @@ def second_optimizer(rank, ranks, shared, run=None):
     return all((before[name] != value).any() for name, value in cases.whole(model).items())
 
 
+def with_a_new_head(rank, ranks, batch, run):
+    """A layer that comes after the others were shared, in eager and in a step that is compiled in pieces."""
+    model, opt, *_ = compiled(rank, ranks, 3)
+    model[6] = nn.Linear(16, 8, dtype=DOUBLE)
+    opt.add_param_group({"params": list(model[6].parameters())})
+
+    def step(x, y):
+        loss = nn.functional.cross_entropy(model(x), y)
+        torch._dynamo.graph_break()
+        loss.backward()
+        opt.step()
+
+    return says(lambda: run(step)(*batch))
+
+
 def in_turn(rank, ranks):
-    """The same weights whether eager or the compiled step updates them, and what is read between."""
+    """The same weights whether eager or the compiled step updates them, and what is read between. PyTorch counts no
+    writes of kernels for lists."""
     model, opt, step, run = compiled(rank, ranks, 2)
-    first, *rest, last = cases.batches(rank, ranks, DOUBLE, steps=4)
-    step(*first)  # the whole parameters are old now
-    for batch in rest:
-        run(*batch)
-    step(*last)
+    opt.param_groups[0]["foreach"] = True
+    for turn, batch in enumerate(cases.batches(rank, ranks, DOUBLE, steps=5)):
+        (run if turn % 2 else step)(*batch)  # behind an eager step the whole parameters are old
     copied = copy.deepcopy(model)  # as for a mean of its weights
     with torch.no_grad():
         for mean, p in zip(copied.parameters(), model.parameters()):
@@ -298,7 +324,7 @@ def test_what_differs_between_ranks_is_an_error_of_its_own(pair):
 def test_eager_and_compiled_steps_in_turn(pair):
     model = cases.made(cases.even, DOUBLE)
     step = cases.step_of(model, cases.adamw(model))
-    for (x, y), (u, v) in zip(*(cases.batches(rank, 2, DOUBLE, steps=4) for rank in (0, 1))):
+    for (x, y), (u, v) in zip(*(cases.batches(rank, 2, DOUBLE, steps=5) for rank in (0, 1))):
         step(torch.cat([x, u]), torch.cat([y, v]))
     for rank in pair:
         found = rank["in turn"]

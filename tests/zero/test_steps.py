@@ -82,11 +82,34 @@ def trained(rank, ranks, stage, kind=Mixed, rows=16, autocast=False, budget=None
             "buffers": list(model.buffers())}
 
 
+def apart(rank, ranks):
+    """How often a function that updates with the gradients of another is compiled, and with weights put in their place."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=3)
+
+    def gradients(x):
+        weight = model[0].weight * 2
+        torch.func.functional_call(model, {"0.weight": weight}, (x,)).square().mean().backward()
+
+    def update():
+        opt.step()
+        opt.zero_grad()
+
+    run = [memopt.compile(each, zero=3, lowering="eager") for each in (gradients, update)]
+    for _ in range(3):
+        for each in run:
+            each(*[torch.ones(2, 6)][:each is run[0]])
+    return [(each.kind, each.reason) for of in (gradients, update) for each in records.compilations(of.__code__)]
+
+
 def of_two(rank, ranks):
     found = {(name, stage): trained(rank, ranks, stage, autocast=name == "autocast")
              for name, stage in (*CASES, ("plain", 0), ("autocast", 0))}
     for stage in (0, 3):
         found["wide", stage] = trained(rank, ranks, stage, Wide, rows=256)
+    found["apart"] = apart(rank, ranks)
     found["budget", 3] = trained(rank, ranks, 3, Wide, rows=256, budget=int(SHARE * found["wide", 3]["peak"]))
     return found
 
@@ -97,7 +120,12 @@ def pair(tmp_path_factory):
 
 
 def test_steps_are_captured_whole(pair):
-    assert {each["kind"] for rank in pair for each in rank.values()} == {("step", None)}
+    assert {each["kind"] for rank in pair for name, each in rank.items() if name != "apart"} == {("step", None)}
+
+
+def test_an_update_of_its_own_is_compiled_once(pair):
+    """Each gradient is another tensor. And what has been put in a parameter's place is read as it is."""
+    assert [rank["apart"] for rank in pair] == 2 * [[("step", None), ("model", None)]]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
