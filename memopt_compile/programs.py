@@ -32,6 +32,7 @@ from .memory_plan import MemoryPlan
 from .metadata import check_metadata
 from .optim.low_bit import SMALL
 from .options import format_bytes
+from .passes.chunk_logits import ChunkLogits
 from .passes.rematerialize_free import RematerializeFree
 from .planning.adaptation import Adaptive, Program, Watch
 from .records import Compilation, captured_only, nothing_runs
@@ -324,8 +325,14 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         f"{means} is {format_bytes(needed)} and the budget is {format_bytes(limit)}, "
         f"{format_bytes(needed - limit)} less; "
         f"{format_bytes(resident)} are there before the step begins: parameters, optimizer state, "
-        f"buffers and the batch{_largest(record)}", where=record.peak_line(), do="; or ".join(less),
+        f"buffers and the batch{_largest(record)}{_whole(record)}", where=record.peak_line(), do="; or ".join(less),
         budget_bytes=limit, smallest_peak_bytes=needed, resident_bytes=resident)
+
+
+def _whole(record: Compilation) -> str:
+    """Why the loss layer is not computed in parts, if it has logits."""
+    why = next((r.refusal for r in record.passes if r.name == ChunkLogits.name and r.refusal), None)
+    return f"; the widest product is there whole: {why}" if why and not why.startswith("no ") else ""
 
 
 def _largest(record: Compilation) -> str:

@@ -22,7 +22,7 @@ from torch import fx
 
 from .ordering import is_collective, is_random
 from .rowwise import PRODUCTS, ROWS, SUM, WHOLE, Rule, rule, width
-from .step_graph import Phase, StepGraph, mutated_args, op_name
+from .step_graph import Phase, StepGraph, mutated_args, op_name, source_line
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
     rules, results = dict[fx.Node, Rule](), dict[fx.Node, None]()
     for product in begins:
         if (first := rule(product, left, rows)) is None:
-            return f"{op_name(product)} is not row by row"
+            return f"{_named(product)} is not row by row"
         rules[product] = first
     for node, found, mine, late in through(begins, rows):
         if node in begins:
-            return f"{op_name(node)} needs rows of {op_name(mine[0] if mine else last)}"
+            return f"{_named(node)} needs rows of {op_name(mine[0] if mine else last)}"
         if found is not None and not late:
             rules[node] = found
             if found.result == SUM or node.target in PRODUCTS:
@@ -138,24 +138,29 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
             continue
         for value in mine:
             if rules[value].result != ROWS or not 0 < width(value.meta["val"], rows) <= narrow:
-                what = "the step's result" if node.op == "output" else op_name(node)
+                what = "the step's result" if node.op == "output" else _named(node)
                 return (f"{what} needs a result of the loss beside {op_name(value)}" if found else
                         f"{what} needs all rows of {op_name(value)} at once")
             results[value] = None
     if any(n.target in PRODUCTS for n in results) and not any(
             width(n.meta["val"], 1) > narrow if rules[n].result == SUM else
             n.target in PRODUCTS and step.phase(n) is Phase.BACKWARD for n in results):
-        return f"no gradient comes of the rows of {op_name(begins[0])}"
+        return f"no gradient comes of the rows of {_named(begins[0])}"
     _draw_in(rules, begins, rows, narrow)
     moved, late = _made_behind(rules, place, place[last]), _needing(results, rules, last)
     between = takewhile(lambda n: n is not last, _from(late[0])) if late else ()
     fixed = [n for n in (*moved, *between) if mutated_args(n) or is_random(n) or is_collective(n)]
     if fixed:
-        return f"{op_name(fixed[0])} has its place in the step, between what the loss is made of"
+        return f"{_named(fixed[0])} has its place in the step, between what the loss is made of"
     if not all(n.meta["val"].is_contiguous() for n in results):
         return "a result is laid out in another order than its parts"
     ordered = sorted(rules, key=place.__getitem__)
     return Region(last, rows, {n: rules[n] for n in ordered}, tuple(results), tuple(moved), tuple(late))
+
+
+def _named(node: fx.Node) -> str:
+    line = source_line(node)
+    return op_name(node) + (f" ({line})" if line else "")
 
 
 def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, narrow: int) -> None:
