@@ -6,7 +6,8 @@ of these. No row's gradient is known before, so that rows cannot go from forward
 
 1. What nodes read of the rows of a wide product that need a result of theirs as well is computed again in front of
    the first of these, from the product on. Rows that are narrow are kept.
-2. Only where both are regions then, the first one without a product: a feed-forward layer's rows are recomputation's.
+2. Only where both are regions then, and forward makes no product of the rows in the first: a feed-forward layer's rows
+   are recomputation's. And not where a weight has been updated in between.
 
 Before:  z = h·Wᵀ; p = log_softmax(z)[y]; loss = f(p); dp = f'(p); dz = dp·(1[y] − exp(log_softmax(z))); dh = dz·W
 After:   z = h·Wᵀ; p = ..; loss; dp; z' = h·Wᵀ; dz = dp·(1[y] − exp(log_softmax(z'))); dh = dz·W
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from .aliases import first_stale_read
 from .row_regions import Region, is_reduced, is_wide, left_of, region_of, through
 from .rowwise import PRODUCTS, width
 from .step_graph import Phase, StepGraph
@@ -41,7 +43,7 @@ def _are_regions(step: StepGraph, product: fx.Node, times: int) -> bool:
     rows, narrow = left_of(product).meta["val"].shape
     wide, readers = dict[fx.Node, None](), list[fx.Node]()
     for node, found, mine, late in through([product], rows):
-        if found is not None and not late and node.target in PRODUCTS:
+        if found is not None and not late and node.target in PRODUCTS and step.phase(node) is Phase.FORWARD:
             return False
         if late and (read := [v for v in mine if width(v.meta["val"], rows) > narrow]):
             wide.update(dict.fromkeys(read))
@@ -49,7 +51,7 @@ def _are_regions(step: StepGraph, product: fx.Node, times: int) -> bool:
     if not readers or not times:
         return False
     again = _compute_again(step, product, wide, readers)
-    if isinstance(region_of(step, product), Region) and _are_regions(step, again[product], times - 1):
+    if first_stale_read(step.graph) is None and isinstance(region_of(step, product), Region) and _are_regions(step, again[product], times - 1):
         useless = again
     else:
         for node, twin in again.items():

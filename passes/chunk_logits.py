@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from memopt_compile.aliases import first_stale_read
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.row_classes import classes_last
 from memopt_compile.row_regions import Region, region_of, regions
@@ -73,6 +74,8 @@ class ChunkLogits(StepPass):
         for parts in self.parts:  # rule 6
             twin = step.copy()
             written = set(chunked(twin, parts))
+            if first_stale_read(twin.graph):  # a weight is updated where a part would be computed too late, or too early
+                continue
             points = timeline(twin, costs).points
             inside = max((p.live_bytes for p in points if p.node in written), default=0)
             weight = max(p.live_bytes for p in points), inside

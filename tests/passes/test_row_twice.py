@@ -102,6 +102,28 @@ def test_a_teacher(first):
     assert widest(step) < ROWS * VOCABULARY
 
 
+@pytest.mark.parametrize("square", [False, True])
+def test_a_weight_that_is_updated_between_two_losses_is_not_read_anew(square):
+    def layer(w, x, y):
+        leaf = w.detach().requires_grad_()
+        logits = F.linear(x.tanh(), leaf)
+        loss = F.cross_entropy(logits, y)
+        w.sub_(gradient(torch.autograd.grad(loss, leaf, seed(loss.detach()), retain_graph=True)[0]))
+        loss = of_targets(logits, y).sum()
+        loss = loss ** 2 if square else loss
+        w.sub_(gradient(torch.autograd.grad(loss, leaf, seed(loss.detach()))[0]))
+        return loss.detach()
+
+    step = by_hand(layer, ("p", doubles(VOCABULARY, WIDTH)), ("x", doubles(ROWS, WIDTH)),
+                   ("x", torch.ones(ROWS, dtype=torch.int64)))
+    Canonicalize().run(step)
+    if square:
+        assert "needs a result of the loss" in refusal(step)
+    else:
+        chunk(step)
+        assert widest(step) < ROWS * VOCABULARY
+
+
 def test_golden():
     step = computed_twice(loss_layer(lambda z, y: z.logsumexp(-1).sum() ** 2, shape=(5,)))
     step.verify()
