@@ -241,7 +241,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         nonlocal wholes
         step = build.step_graph(module, origin)
         wholes = zero.add_wholes(step, origin)
-        mesh = storages[0].all_ranks if storages else None
+        mesh = storages[0].all_ranks if storages and not nothing_runs() else None  # one rank may plan alone
         if record.options.partition_activations:
             step.parallel = tensor_parallel.group_of(step, origin, notes.where)
             mesh = mesh or step.parallel.mesh

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
@@ -46,9 +47,15 @@ def check(options: Options, origin: Origin, optimizers: Sequence[Any], where: st
     if storages and options.partition_activations:
         raise OptionError("parameters are sharded by memopt.shard_, whose ranks do not share layers",
                           where=f"{where}, partition_activations=True", do="leave partition_activations out")
-    for (label, _, trained), storage in zip(origin, found):
+    for (label, example, trained), storage in zip(origin, found):
         if stage and trained and storage is None:
-            raise _unshared(f"the parameter {label} is", stage, where)
+            raise _strange(label, stage, where) if isinstance(example, DTensor) else _unshared(
+                f"the parameter {label} is", stage, where)
+    by_stage = {s.stage: s.name for s in reversed(storages)}
+    if len(by_stage) > 1:
+        (one, name), (other, another) = sorted(by_stage.items())[:2]
+        raise OptionError(f"{name} was sharded for stage {one} and {another} for stage {other}", where=f"{where}, zero={stage}",
+                          do="call memopt.shard_ with one stage for all modules of a step")
     for storage in storages:
         if storage.stage != stage:
             raise OptionError(
@@ -63,6 +70,16 @@ def _unshared(what: str, stage: int, where: str) -> OptionError:
                        do="after making the optimizer, and before the first step, call on every rank\n"
                        f"    memopt.shard_(model, opt, mesh, stage={stage})\n  with mesh = "
                        "torch.distributed.device_mesh.init_device_mesh('cpu', (world_size,))")
+
+
+def _strange(label: str, stage: int, where: str) -> OptionError:
+    return OptionError(
+        f"the parameter {label} is a DTensor that memopt.shard_ did not make: a copy of one (copy.deepcopy), or what "
+        "load_state_dict(.., assign=True) put in the place of one", where=f"{where}, zero={stage}",
+        do="call load_state_dict without assign=True: the optimizer has the parameters that were there before. A copy is for eager "
+        f"code: to train it, build a model and its optimizer anew, call\n    memopt.shard_(model, opt, mesh, stage={stage})\n"
+        "    model.load_state_dict(copy.state_dict())\n  (layers that are cut in another way, as by parallelize_module, go "
+        "without zero)")
 
 
 def check_model(stage: int, origin: Origin, where: str) -> None:

@@ -1,5 +1,5 @@
 """What a program does besides steps, and numbers that it reads off them. Where one rank alone does what all have to do together, that is an error on all
-of them, which names what each is about to do. Rows can be copied and saved, in every stage and on every rank."""
+of them, which names what each is about to do. A plan is one rank's own. Rows can be copied and saved, in every stage and on every rank."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def alone(rank, ranks, replicas=1):
 
     run, batch = memopt.compile(step, zero=2, lowering="eager"), next(cases.batches(rank, ranks, DOUBLE))
     evaluate = memopt.compile(lambda x: model(x), zero=2, lowering="eager")
+    if last:  # asks for a plan alone, of which nothing runs
+        assert memopt.explain(step, *batch, True, zero=2, lowering="eager").predicted_peak_bytes
     run(*batch, True)
     evaluate(batch[0])
     state = model.state_dict()

@@ -145,7 +145,20 @@ def wrong_steps(rank, ranks):
         "of shape (8, 16) ..) that memopt.shard_ has not shared": with_a_new_head(rank, ranks, batch, lambda step: step),
         "._modules['6']._parameters['weight'] is not sharded": with_a_new_head(
             rank, ranks, batch, lambda step: memopt.compile(step, zero=3, lowering="eager")),
+        "is a DTensor that memopt.shard_ did not make: a copy of one": copied(rank, ranks, batch),
+        "or what load_state_dict(.., assign=True) put in": copied(rank, ranks, batch, assign=True),
+        "was sharded for stage 1 and weight for": second_optimizer(rank, ranks, 1, lambda s: memopt.compile(s, zero=2, lowering="eager")),
     }
+
+
+def copied(rank, ranks, batch, assign=False):
+    """A copy of a sharded model is trained by a compiled step, or the model behind a load that puts others in its place."""
+    model, *_ = compiled(rank, ranks, 3)
+    if assign:
+        model.load_state_dict(model.state_dict(), assign=True)
+    else:
+        model = copy.deepcopy(model)
+    return says(lambda: memopt.compile(cases.step_of(model, cases.adamw(model)), zero=3, lowering="eager")(*batch))
 
 
 def writing_into_a_read(rank, ranks, run):
@@ -173,13 +186,13 @@ def thawed(rank, ranks, batch):
 
 
 def second_optimizer(rank, ranks, shared, run=None):
-    """Two optimizers of two layers: the first alone is given to `shard_`, or each with its own layer."""
+    """Two optimizers of two layers: the first alone is given to `shard_`, or each its own layer, the second in stage `shared`."""
     model = cases.made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), DOUBLE)
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     mesh = init_device_mesh("cpu", (ranks,))
     memopt.shard_(model[0] if shared else model, first, mesh, stage=2)
     if shared:
-        memopt.shard_(model[1], second, mesh, stage=2)
+        memopt.shard_(model[1], second, mesh, stage=shared)
 
     def step(x):
         loss = model(x).square().mean()
@@ -295,7 +308,7 @@ def everything(rank, ranks, folder):
     return {"refusals": refusals(rank, ranks), "steps": wrong_steps(rank, ranks),
             "in turn": in_turn(rank, ranks), "checkpoints": checkpoints(rank, ranks, folder),
             "meta": from_meta(rank, ranks),
-            "each its own": second_optimizer(rank, ranks, True),
+            "each its own": second_optimizer(rank, ranks, 2),
             "begun": [begun(rank, ranks, *how) for how in BEGUN]}
 
 
