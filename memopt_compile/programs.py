@@ -45,6 +45,7 @@ RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
+NEARER = 3  # times that a refused budget is planned for less than the smallest peak so far
 SHOWN = 3  # kinds of values that a refusal names
 
 
@@ -72,7 +73,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         limit = devices.budget_bytes(budget, before.peak_bytes, record.device, before.resident_bytes)
         record.budget_bytes = limit
         _fix_sizes(step)
-        program = _within(limit, step, record)
+        program = _nearest(limit, step, record)
     record.dump()
     if limit is not None and program.peak_bytes > limit:
         raise _refusal(step, record)
@@ -108,6 +109,25 @@ def _check(step: StepGraph, record: Compilation) -> None:
     ):
         if getattr(options, option) is True and wrong:
             raise OptionError(why, where=f"{record.where}, {option}=True", do=do)
+
+
+def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
+    """The same as `_within`. What nothing fits is planned for less than the smallest peak, as a larger budget would be: other
+    limits are tried on the way, and lowering may make less of a plan among them than its schedule lets expect."""
+    program = _within(limit, captured, record)
+    for _ in range(NEARER if record.lowering != "eager" else 0):
+        if program.peak_bytes <= limit:
+            break
+        kept = program, record.step, record.after, record.passes
+        log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(program.peak_bytes))
+        record.budget_bytes = program.peak_bytes - 1
+        program = _within(record.budget_bytes, captured, record)
+        record.budget_bytes = limit
+        if program.peak_bytes >= kept[0].peak_bytes:
+            program, record.step, record.after, record.passes = kept
+            record.predicted_peak_bytes = program.peak_bytes
+            break
+    return program
 
 
 def _within(limit: int, captured: StepGraph, record: Compilation,

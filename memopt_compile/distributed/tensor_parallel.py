@@ -2,13 +2,13 @@
 
 Inputs are compared by their bytes when the step is compiled, unless a DTensor says that each rank has
 its own. Batch, numbers and random generators, which code between steps may change, are compared again in
-every call.
+every call; so is what is written to parameters, buffers and states between steps, as far as their versions say.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdRef
 
 from .. import compat
 from ..compat import trace
@@ -111,37 +112,60 @@ def _generators() -> list[Tensor]:
 
 
 def comparing(run: Callable, step: StepGraph, origin: Origin, where: str) -> Callable:
-    """`run`, the step as it is called, if batch, numbers and generators are the same on all ranks.
+    """`run`, the step as it is called, if batch, numbers and generators are the same on all ranks, and so is whatever of
+    the model and the optimizer somebody else has written to since the last call.
 
     Raises:
         RankError: they are not, when called.
     """
     group = step.parallel
     given = {each.label: each for each in reversed(step.inputs)}  # of a DTensor the tensor inside comes first
-    places = [i for i, (label, example, _) in enumerate(origin) if isinstance(example, Tensor | float | int)
-              and label in given and given[label].name in group.inputs
-              and given[label].role in (Role.BATCH, Role.NUMBER)]
-    names = [*(origin[i][0] for i in places), "the state of the random generators"]
+    same = {i: given[label].role for i, (label, example, _) in enumerate(origin)
+            if isinstance(example, Tensor | float | int) and label in given and given[label].name in group.inputs}
+    called = [i for i, role in same.items() if role in (Role.BATCH, Role.NUMBER)]
+    kept = [i for i, role in same.items() if role not in (Role.BATCH, Role.NUMBER)]
+    names = [*(origin[i][0] for i in (*called, *kept)), "the state of the random generators"]
+    left = list[tuple[WeakIdRef, int, int]]()  # by the last call
+
+    def seen(inputs: Sequence[Any]) -> Iterator[tuple[WeakIdRef, int, int]]:
+        """What of a tensor changes with each write, to it or to the tensor inside."""
+        return ((WeakIdRef(each), each._version, _own(each)._version) for each in (inputs[i] for i in kept))
+
+    def everywhere(mine: list[Tensor]) -> Tensor:
+        sent = torch.stack([value.to(group.mesh.device_type) for value in mine])
+        found = sent.new_empty(group.ranks, len(sent))
+        torch.distributed.all_gather(list(found), sent, group=group.mesh.get_group())
+        return found
 
     def compare(inputs: Sequence[Any]) -> None:
         drawn = torch.cat(_generators()) if group.random else torch.empty(0)
-        values = [*(torch.as_tensor(inputs[i]) for i in places), drawn]
-        mine = torch.stack([fingerprint(value).to(group.mesh.device_type) for value in values])
-        everyone = mine.new_empty(group.ranks, len(mine))
-        torch.distributed.all_gather(list(everyone), mine, group=group.mesh.get_group())
-        other = (everyone != mine).any(0).tolist()
+        written = [bool(left) and now != before for now, before in zip(seen(inputs), left or kept)]
+        found = everywhere([*(fingerprint(torch.as_tensor(inputs[i])) for i in called), *map(torch.tensor, map(int, written)),
+                            fingerprint(drawn)])
+        anywhere = found[:, len(called):-1].any(0).tolist()
+        if any(anywhere):  # on some rank
+            found[:, len(called):-1] = everywhere([fingerprint(_own(inputs[i])) if new else torch.tensor(0)
+                                                   for i, new in zip(kept, anywhere)])
+        other = (found != found[0]).any(0).tolist()
         if any(other):
             raise RankError(
                 f"{' and '.join(n for n, o in zip(names, other) if o)}: not the same on all ranks of the "
                 "tensor-parallel group, each of which keeps a part of what follows",
                 where=f"{where}, partition_activations=True",
-                do="give all ranks of the group the same batch and seed, or leave the option out")
+                do="give all ranks of the group the same batch and seed, and write the same to what they have alike; or leave "
+                "the option out")
 
     def run_if_alike(*inputs: Any) -> Any:
         compare(inputs)
-        return run(*inputs)
+        result = run(*inputs)
+        left[:] = seen(inputs)
+        return result
 
     return run if planned.active() else run_if_alike
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

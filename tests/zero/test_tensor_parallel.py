@@ -83,17 +83,27 @@ def refused(call):
 
 
 def with_its_own(mesh, rank):
-    """After a first call that was the same for all: a batch, a number and a seed of this rank's own."""
+    """After a first call that was the same for all: a batch, a number, a parameter, a state and a seed of this rank's own."""
     model, opt = made(mesh, layers=1)
     torch.manual_seed(3)
     run = memopt.compile(cases.step_of(model, opt), lowering="eager", memory_budget="1GiB", partition_activations=True)
     (x, y), (again, _), _ = batches()
+    run(x, y)
+    with torch.no_grad():
+        model.head.bias.add_(1)  # all ranks
     run(x, y)
     before = [p.detach().clone() for p in model.head.parameters()]
     said = [refused(lambda: run(again + rank, y))]
     opt.param_groups[0]["lr"] = 0.2 + rank
     said.append(refused(lambda: run(again, y)))
     opt.param_groups[0]["lr"] = 0.1
+    for own in (model.head.bias, opt.state[model.head.weight]["momentum_buffer"], model.blocks[0].norm.weight):
+        was = own.detach().clone()
+        with torch.no_grad():
+            own.add_(rank)
+        said.append(refused(lambda: run(again, y)))
+        with torch.no_grad():
+            own.copy_(was)
     torch.manual_seed(rank)
     said.append(refused(lambda: run(again, y)))
     return said, all(torch.equal(a, b) for a, b in zip(before, model.head.parameters()))
@@ -164,7 +174,7 @@ def test_refused_without_layers_that_are_shared(pair):
 
 def test_what_only_one_rank_has_is_an_error_before_anything_is_written(pair):
     for said, untouched in (rank["own"] for rank in pair):
-        for each, name in zip(said, ("L['x']", "['lr']", "the state of the random generators")):
+        for each, name in zip(said, ("L['x']", "['lr']", "head", "state", "norm", "the state of the random generators"), strict=True):
             assert "not the same on all ranks" in each and name in each and untouched
 
 
