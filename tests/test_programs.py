@@ -41,7 +41,7 @@ def planned():
     return {}  # what the passes make of the step, by limit
 
 
-def walks(record, planned, peak_of, percents):
+def walks(record, planned, peak_of, percents, within=programs._within, times=1):
     """For each budget, in per cent of the transient bytes: the limit in bytes, the program and the lowered peaks that
     were tried. `peak_of(schedule's peak)` stands for what lowering needs."""
     resident, beyond = record.before.resident_bytes, record.before.transient_peak_bytes
@@ -60,10 +60,11 @@ def walks(record, planned, peak_of, percents):
           mock.patch.object(programs, "_lowered", lowered)):
         for percent in percents:
             limit, mine = resident + int(percent * beyond / 100), dataclasses.replace(record)
+            mine.budget_bytes = limit
             tried.clear()
-            program = programs._within(limit, record.captured, mine)
+            program = within(limit, record.captured, mine)
             assert mine.predicted_peak_bytes == program.peak_bytes and mine.step.plan is program.plan
-            assert len(tried) <= 1 + programs.TRIES
+            assert len(tried) <= times * (1 + programs.TRIES) and mine.budget_bytes == limit
             yield limit, program, list(tried)
 
 
@@ -102,6 +103,21 @@ def test_where_lowering_makes_less_of_some_plans_a_smaller_budget_has_no_larger_
         times.append(seconds(program))
         peaks.append(program.peak_bytes)
     assert times == sorted(times) and times[-1] > 0 and peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_as_a_budget_the_peak_that_a_refusal_names_gives_no_smaller_one(record, planned, seed):
+    """The lowered peak is from 10 hundredths of the transient bytes below the schedule's to 4 above, at random."""
+    resident, beyond = record.before.resident_bytes, record.before.transient_peak_bytes
+
+    def peak_of(peak):
+        return peak + int((0.14 * share(seed, peak) - 0.1) * beyond)
+
+    for limit, program, tried in walks(record, planned, peak_of, (20, 40), programs._nearest, 1 + programs.NEARER):
+        assert program.peak_bytes == min(tried) > limit
+        named = 100 * (program.peak_bytes - resident + 0.5) / beyond
+        ((_, again, _),) = walks(record, planned, peak_of, (named,), programs._nearest, 1 + programs.NEARER)
+        assert again.peak_bytes == program.peak_bytes
 
 
 @pytest.mark.parametrize("less", [5, 25])
