@@ -332,7 +332,8 @@ with memopt_compile.planned_ranks(2) as mesh:
     shared = torch.nn.Linear(4, 4)
     memopt_compile.shard_(shared, torch.optim.AdamW(shared.parameters()), mesh)
 wrapped = {name for name, method in vars(DTensor).items() if method is not methods.get(name)}
-assert wrapped == {"redistribute", "__deepcopy__", "__reduce_ex__", "__create_write_items__"}
+assert wrapped == {"redistribute", "__deepcopy__", "__reduce_ex__", "__create_write_items__",
+                   "__create_chunk_list__"}
 memopt_compile.driver.uninstall()
 assert not changed() and dict(vars(DTensor)) == methods
 torch.compiler.reset()

@@ -71,7 +71,8 @@ def made_of_given(gm: fx.GraphModule) -> list[int]:
     made: set[fx.Node] = set()
     for node in gm.graph.nodes:
         computed = node.op == "call_function" and (
-            getattr(node.target, "__module__", "") in ("_operator", "math") or node.target in EXTREMES)
+            getattr(node.target, "__module__", "") in ("_operator", "math") or node.target in EXTREMES
+            or node.target is torch.scalar_tensor and any(user.op != "output" for user in node.users))  # of a count
         whole = isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat)  # a count, or a size
         if is_given(node) or whole or computed and node.all_input_nodes and made.issuperset(node.all_input_nodes):
             made.add(node)

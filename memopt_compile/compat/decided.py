@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import _get_closure_vars, install_guard
-from torch._dynamo.source import is_from_defaults
+from torch._dynamo.source import TensorPropertySource, is_from_defaults
 from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
@@ -41,6 +41,8 @@ MATH = {math.sqrt: torch.sqrt, math.exp: torch.exp, math.expm1: torch.expm1, mat
 ASKED = (math.isfinite, math.isinf, math.isnan)
 # What stands in the graph for Python's own; the first three are Dynamo's.
 PYTHONS = {torch.maximum: max, torch.minimum: min, torch.clamp: _clamp, **{new: old for old, new in MATH.items()}}
+# And what makes a tensor of a count, for a function of it.
+TO_PYTHON = {**PYTHONS, torch.scalar_tensor: lambda count, dtype: float(count)}
 DIVISIONS = (operator.truediv, operator.floordiv, operator.mod, operator.itruediv, operator.ifloordiv, operator.imod)
 POWERS = (operator.pow, operator.ipow)
 
@@ -97,7 +99,7 @@ def formula(variable: Any) -> Formula | None:
     if None in values or not all(map(_is_pythons, computed)):
         return None
     places = {node: _At(i) for i, node in enumerate((*given, *computed))}
-    functions = tuple((PYTHONS.get(node.target, node.target), *(
+    functions = tuple((TO_PYTHON.get(node.target, node.target), *(
         fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))) for node in computed)
     return Formula(tuple(node.meta["grapharg"].source for node in given), tuple(values), functions, places[result])
 
@@ -111,7 +113,7 @@ def _value(node: fx.Node) -> float | None:
 
 
 def _is_pythons(node: fx.Node) -> bool:
-    return node.op == "call_function" and (node.target in PYTHONS or getattr(
+    return node.op == "call_function" and (node.target in TO_PYTHON or getattr(
         node.target, "__module__", "") in ("_operator", "math")) and not any(
             isinstance(arg, list | tuple | slice) for arg in (*node.args, *node.kwargs.values()))
 
@@ -119,7 +121,11 @@ def _is_pythons(node: fx.Node) -> bool:
 def decided(variables: Sequence[Any], answer: Callable[..., Any], what: str) -> tuple[Any] | None:
     """(the `answer` to these numbers), guarded; None if they are not all known, or none is a tensor in the graph."""
     formulas = [formula(variable) for variable in variables]
-    if None in formulas or not any(isinstance(each.realize(), TensorVariable) for each in variables):
+    return _decide(formulas, answer, what) if any(isinstance(each.realize(), TensorVariable) for each in variables) else None
+
+
+def _decide(formulas: Sequence[Formula | None], answer: Callable[..., Any], what: str) -> tuple[Any] | None:
+    if None in formulas:
         return None
     counts = [len(each.sources) for each in formulas]
     sources = [source for each in formulas for source in each.sources]
@@ -197,6 +203,8 @@ def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
         return answer and ConstantVariable.create(*answer)
     if function is math.pow and (powers := _as_operands(args)):
         return VariableTracker.build(tx, operator.pow).call_function(tx, powers, {})
+    if function in MATH and len(args) == 1 and isinstance(count := args[0].realize(), SymNodeVariable):
+        return _of_count(tx, function, count)
     if function in MATH:
         fails = decided(args, functools.partial(_fails, function), f"math.{function.__name__}")
         return VariableTracker.build(tx, MATH[function]).call_function(tx, list(args), {}) if fails == (False,) else None
@@ -205,6 +213,18 @@ def computed(tx: Any, function: Callable, args: Sequence[Any]) -> Any:
     if function is isinstance and not _knows_tensors(tx) and len(args) == 2 and args[1].is_python_constant() and _is_number(args[0]):
         return ConstantVariable.create(issubclass(float, args[1].as_python_constant()))
     return None
+
+
+def _of_count(tx: Any, function: Callable, count: SymNodeVariable) -> Any:
+    """The result of ``math.exp(-count / 10)``: Dynamo would make a constant of the count. None where it has a symbol, and
+    for sizes, whose functions are mostly settings."""
+    how = None if function in (math.sqrt, math.sin, math.cos, math.tanh) else formula(count)
+    if how is None or any(isinstance(source, TensorPropertySource) for source in how.sources) or _decide(
+            [how], functools.partial(_fails, function), f"math.{function.__name__}") != (False,):
+        return None
+    number = VariableTracker.build(tx, torch.scalar_tensor).call_function(
+        tx, [count], {"dtype": ConstantVariable.create(torch.float64)})
+    return VariableTracker.build(tx, MATH[function]).call_function(tx, [number], {})
 
 
 def _knows_tensors(tx: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import torch
 import torch.nn.functional as F
@@ -288,3 +289,38 @@ def loss_divided_by_its_number() -> Loop:
         return value
 
     return loop(model, opt, step)
+
+
+class Reversed(torch.autograd.Function):
+    """Ganin and Lempitsky (2015): the gradient turned around, and scaled."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.scale, None
+
+
+@row
+def functions_of_a_count() -> Loop:
+    """Weights that grow with the count of calls, as of VAEs and adversarial domains; one is kept as a number."""
+    model, other = mlp(), nn.Linear(12, 2)
+    opt = adamw(nn.ModuleList([model, other]))
+    seen = {"calls": 0}
+
+    def step(x, y):
+        scale = 2.0 / (1.0 + math.exp(-10 * (seen["calls"] / 100))) - 1.0
+        annealed = 1 / (1 + math.exp(3.0 - seen["calls"]))
+        seen["calls"] += 1
+        seen["log"] = math.log(seen["calls"] + 1)
+        loss = F.cross_entropy(model(x), y) + annealed * model[0].weight.square().mean() * seen["log"]
+        loss = loss + F.cross_entropy(other(Reversed.apply(model[0](x), scale)), y % 2)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.detach(), seen["log"], isinstance(scale, float)
+
+    return loop(nn.ModuleList([model, other]), opt, step)
