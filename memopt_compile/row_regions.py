@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 
 from torch import fx
 
@@ -120,7 +119,8 @@ def region_of(step: StepGraph, product: fx.Node) -> Region | str:
 
 def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
     """What the rows of these products flow through."""
-    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    order = list(step.graph.nodes)
+    place = {node: i for i, node in enumerate(order)}
     left, rows, last = {left_of(n): ROWS for n in begins}, begins[0].meta["val"].shape[0], max(begins)
     narrow = max(n.meta["val"].shape[1] for n in left)
     rules, results = dict[fx.Node, Rule](), dict[fx.Node, None]()
@@ -148,7 +148,7 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
         return f"no gradient comes of the rows of {_named(begins[0])}"
     _draw_in(rules, begins, rows, narrow)
     moved, late = _made_behind(rules, place, place[last]), _needing(results, rules, last)
-    between = takewhile(lambda n: n is not last, _from(late[0])) if late else ()
+    between = order[place[late[0]]:place[last]] if late else []
     fixed = [n for n in (*moved, *between) if mutated_args(n) or is_random(n) or is_collective(n)]
     if fixed:
         return f"{_named(fixed[0])} has its place in the step, between what the loss is made of"
@@ -196,12 +196,6 @@ def _needing(results: Iterable[fx.Node], rules: Mapping[fx.Node, Rule], last: fx
         found.update(more)
         stack += more
     return sorted(found)
-
-
-def _from(node: fx.Node) -> Iterator[fx.Node]:
-    while node.op != "root":
-        yield node
-        node = node.next
 
 
 def _made_behind(rules: Mapping[fx.Node, Rule], place: Mapping[fx.Node, int], at: int) -> list[fx.Node]:

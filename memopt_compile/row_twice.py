@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from .aliases import first_stale_read
 from .row_regions import Region, is_reduced, is_wide, left_of, region_of, through
 from .rowwise import PRODUCTS, width
-from .step_graph import Phase, StepGraph
+from .step_graph import Phase, StepGraph, first_stale_read
 
 MOST = 3  # times that a row's logits are computed again at most
 
@@ -51,7 +50,8 @@ def _are_regions(step: StepGraph, product: fx.Node, times: int) -> bool:
     if not readers or not times:
         return False
     again = _compute_again(step, product, wide, readers)
-    if first_stale_read(step.graph) is None and isinstance(region_of(step, product), Region) and _are_regions(step, again[product], times - 1):
+    if first_stale_read(step.graph) is None and isinstance(region_of(step, product), Region) and _are_regions(
+            step, again[product], times - 1):
         useless = again
     else:
         for node, twin in again.items():

@@ -34,14 +34,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.aliases import first_stale_read
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.row_classes import classes_last
 from memopt_compile.row_regions import Region, region_of, regions
 from memopt_compile.row_slices import slice_first
 from memopt_compile.row_twice import computed_twice
 from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
-from memopt_compile.step_graph import Phase, StepGraph
+from memopt_compile.step_graph import Phase, StepGraph, first_stale_read
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten

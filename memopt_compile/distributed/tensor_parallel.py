@@ -120,10 +120,11 @@ def comparing(run: Callable, step: StepGraph, origin: Origin, where: str) -> Cal
     """
     group = step.parallel
     given = {each.label: each for each in reversed(step.inputs)}  # of a DTensor the tensor inside comes first
-    same = {i: given[label].role for i, (label, example, _) in enumerate(origin)
+    same = {i: given[label].role in (Role.BATCH, Role.NUMBER) or not isinstance(example, Tensor)
+            for i, (label, example, _) in enumerate(origin)
             if isinstance(example, Tensor | float | int) and label in given and given[label].name in group.inputs}
-    called = [i for i, role in same.items() if role in (Role.BATCH, Role.NUMBER)]
-    kept = [i for i, role in same.items() if role not in (Role.BATCH, Role.NUMBER)]
+    called = [i for i, in_every_call in same.items() if in_every_call]
+    kept = [i for i, in_every_call in same.items() if not in_every_call]
     names = [*(origin[i][0] for i in (*called, *kept)), "the state of the random generators"]
     left = list[tuple[WeakIdRef, int, int]]()  # by the last call
 

@@ -1,6 +1,6 @@
 """The loss layer by parts: peaks of language models with and without, predicted beside measured.
 
-    python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--smallest]
+    python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--double] [--smallest]
 
 Each model takes one step of AdamW on 4 x 256 tokens: without a budget, then under budgets that are a
 share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. Two more
@@ -149,10 +149,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--one", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64 if options.double else torch.float32)
     if options.one:
         for row in rows(options.one, options.lowering):
             print("\t".join(row), flush=True)
@@ -162,7 +164,7 @@ def main() -> None:
             smallest(name, options.lowering)
         return
     table = []
-    for found in in_processes(__file__, options.only, options.lowering):
+    for found in in_processes(__file__, options.only, options.lowering, ["--double"] * options.double):
         table += found
     print(tabulate(table, HEAD, tablefmt="github", disable_numparse=True), flush=True)
 
