@@ -2,11 +2,14 @@
 
 PyTorch's operator gives all forward variables beside the loss: as many as the longest target asks for, so that a trace,
 which knows no number of a tensor, cannot say how large they are. Here lengths are read as the operators run, and
-backward computes these variables again, which eager keeps from forward on: the kernel of forward runs twice.
+backward computes these variables again, which eager keeps from forward on: the kernel of forward runs twice. On a CPU,
+whose kernel gives each sample to one thread, only as many samples as there are threads have them at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,20 +18,38 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
+def _slabs(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Iterator[tuple[slice, tuple]]:
+    """Which samples go together, and the kernel's first operands for them. The last slab has what is left, so that
+    lengths which do not fit the targets are PyTorch's errors."""
+    samples, of_inputs, of_targets = log_probs.shape[1], input_lengths.tolist(), target_lengths.tolist()
+    begins = [0, *accumulate(of_targets)]
+    together = torch.get_num_threads() if log_probs.device.type == "cpu" else max(1, samples)
+    for at in range(0, max(1, samples), together):
+        here = slice(at, at + together if at + together < samples else None)
+        rows = here if targets.dim() > 1 else slice(begins[at], here.stop and begins[here.stop])
+        yield here, (log_probs[:, here], targets[rows], of_inputs[here], of_targets[here])
+
+
 @torch.library.custom_op("memopt::ctc_loss", mutates_args=())
 def forward(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
             zero_infinity: bool) -> Tensor:
     """The loss of each sample [B], of log_probs [T, B, C]."""
-    return aten._ctc_loss(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity)[0]
+    return torch.cat([aten._ctc_loss(*operands, blank, zero_infinity)[0]
+                      for _, operands in _slabs(log_probs, targets, input_lengths, target_lengths)])
 
 
 @torch.library.custom_op("memopt::ctc_loss_backward", mutates_args=())
 def backward(grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor,
              blank: int, zero_infinity: bool) -> Tensor:
     """The gradient of log_probs [T, B, C], of that of each sample's loss [B]."""
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    found = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
-    return aten._ctc_loss_backward(grad, log_probs, targets, *lengths, *found, blank, zero_infinity)
+    result = log_probs.new_empty(log_probs.shape)
+    for here, operands in _slabs(log_probs, targets, input_lengths, target_lengths):
+        found = aten._ctc_loss(*operands, blank, zero_infinity)
+        part = aten._ctc_loss_backward(grad[here], *operands, *found, blank, zero_infinity)
+        if part.shape == result.shape:
+            return part
+        result[:, here] = part
+    return result
 
 
 @forward.register_fake
