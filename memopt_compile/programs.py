@@ -178,9 +178,13 @@ def _smallest(tried: list[tuple[Program, StepGraph, Timeline, tuple]]) -> tuple[
             part := getattr(program, name), inductor.TooLarge)}
         if not parts:
             return tried[i]
-        whole = {name: part.lowered() for name, part in parts.items()}
+        whole = {name: _whole_of(part) for name, part in parts.items()}
         peaks = [resident_bytes(step) + inductor.predicted_transient_peak(lowered) for lowered in whole.values()]
         tried[i] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more
+
+
+def _whole_of(lowered: Callable | inductor.TooLarge) -> Any:
+    return lowered.lowered() if isinstance(lowered, inductor.TooLarge) else lowered
 
 
 def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> int:
@@ -208,10 +212,16 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
         check_metadata(step)
     run, peak = _lowered(step, record)
     program = Program(run, step.plan, peak)
-    if step.plan and watch.watched and not isinstance(run, inductor.TooLarge):
-        pipelines.run(watch.step, pipelines.behind_compression(
-            record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
-        watching, with_counts = _lowered(watch.step, record)
+    if step.plan and watch.watched:
+        def counting() -> tuple[Callable | inductor.TooLarge, int]:
+            pipelines.run(watch.step, pipelines.behind_compression(
+                record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
+            return _lowered(watch.step, record)
+
+        if isinstance(run, inductor.TooLarge):  # this one is not lowered unless the smallest peak is asked for
+            watching, with_counts = inductor.TooLarge(run.least_bytes, lambda: _whole_of(counting()[0])), peak
+        else:
+            watching, with_counts = counting()
         program = Program(run, step.plan, max(peak, with_counts), watching, watch.watched)
     record.predicted_peak_bytes = program.peak_bytes
     return program
