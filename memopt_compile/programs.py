@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import data_sizes, devices, pipelines
 from .backends import eager, inductor
@@ -308,12 +309,23 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
 
 def _fix_sizes(step: StepGraph) -> None:
     """Have every batch size compiled, and so planned, by itself: what fits one may not fit another. A count of steps
-    is no size."""
+    is no size. What is computed of sizes alone is written out: Inductor takes no symbol with a value for a float."""
     sizes = {symbol for node in step.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())
              if isinstance(size, torch.SymInt) for symbol in polynomial(size).free_symbols}
     for node in step.placeholders:
         if isinstance(node.meta["val"], torch.SymInt) and polynomial(node.meta["val"]).free_symbols & sizes:
             int(node.meta["val"])  # Dynamo guards on what is asked
+    for node in list(step.graph.nodes):
+        value = node.meta.get("val")
+        known = (value.node.maybe_as_int() if isinstance(value, torch.SymInt) else
+                 value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None)
+        if known is None:
+            continue
+        for user in [user for user in node.users if user.op != "output"]:
+            given = {**{n: n for n in user.all_input_nodes}, node: known}
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)
+        if node.op == "call_function" and not node.users:
+            step.erase(node)
 
 
 def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
