@@ -9,7 +9,6 @@ scales of all formats before it changes anything that stays; what it meets there
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,8 +69,12 @@ def falling_back(run: Callable[[list], Any], exact: Callable[[], Callable[[list]
 @contextlib.contextmanager
 def random_numbers(device: torch.device) -> Iterator[Callable[[], None]]:
     """What sets the generators that a step on `device` draws from back to where they are now."""
-    places = [(torch.set_rng_state, torch.get_rng_state())]
-    if device.type == "cuda":
-        places.append((functools.partial(torch.cuda.set_rng_state, device=device),
-                       torch.cuda.get_rng_state(device)))
-    yield lambda: [put(state) for put, state in places] and None
+    host = torch.default_generator.clone_state()  # not its state as a tensor: 5 kB that no budget has
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(host.get_state())
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)
+
+    yield restore

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import data_sizes, devices, pipelines
 from .backends import eager, inductor
@@ -178,9 +179,13 @@ def _smallest(tried: list[tuple[Program, StepGraph, Timeline, tuple]]) -> tuple[
             part := getattr(program, name), inductor.TooLarge)}
         if not parts:
             return tried[i]
-        whole = {name: part.lowered() for name, part in parts.items()}
+        whole = {name: _whole_of(part) for name, part in parts.items()}
         peaks = [resident_bytes(step) + inductor.predicted_transient_peak(lowered) for lowered in whole.values()]
         tried[i] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more
+
+
+def _whole_of(lowered: Callable | inductor.TooLarge) -> Any:
+    return lowered.lowered() if isinstance(lowered, inductor.TooLarge) else lowered
 
 
 def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> int:
@@ -208,10 +213,16 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
         check_metadata(step)
     run, peak = _lowered(step, record)
     program = Program(run, step.plan, peak)
-    if step.plan and watch.watched and not isinstance(run, inductor.TooLarge):
-        pipelines.run(watch.step, pipelines.behind_compression(
-            record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
-        watching, with_counts = _lowered(watch.step, record)
+    if step.plan and watch.watched:
+        def counting() -> tuple[Callable | inductor.TooLarge, int]:
+            pipelines.run(watch.step, pipelines.behind_compression(
+                record.options, record.lowering, limit, record.device), costs=workspace, workspace=workspace)
+            return _lowered(watch.step, record)
+
+        if isinstance(run, inductor.TooLarge):  # this one is not lowered unless the smallest peak is asked for
+            watching, with_counts = inductor.TooLarge(run.least_bytes, lambda: _whole_of(counting()[0])), peak
+        else:
+            watching, with_counts = counting()
         program = Program(run, step.plan, max(peak, with_counts), watching, watch.watched)
     record.predicted_peak_bytes = program.peak_bytes
     return program
@@ -298,12 +309,23 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
 
 def _fix_sizes(step: StepGraph) -> None:
     """Have every batch size compiled, and so planned, by itself: what fits one may not fit another. A count of steps
-    is no size."""
+    is no size. What is computed of sizes alone is written out: Inductor takes no symbol with a value for a float."""
     sizes = {symbol for node in step.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())
              if isinstance(size, torch.SymInt) for symbol in polynomial(size).free_symbols}
     for node in step.placeholders:
         if isinstance(node.meta["val"], torch.SymInt) and polynomial(node.meta["val"]).free_symbols & sizes:
             int(node.meta["val"])  # Dynamo guards on what is asked
+    for node in list(step.graph.nodes):
+        value = node.meta.get("val")
+        known = (value.node.maybe_as_int() if isinstance(value, torch.SymInt) else
+                 value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None)
+        if known is None:
+            continue
+        for user in [user for user in node.users if user.op != "output"]:
+            given = {**{n: n for n in user.all_input_nodes}, node: known}
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)
+        if node.op == "call_function" and not node.users:
+            step.erase(node)
 
 
 def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:

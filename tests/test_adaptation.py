@@ -177,3 +177,16 @@ def test_pieces_of_plans_before_are_used_again():
     assert other.plan.packed != first.plan.packed and 0 < len(other.run.compiled) < other.run.distinct
     again = planned({})
     assert again.plan.packed == first.plan.packed and not again.run.compiled
+
+
+@pytest.mark.inductor
+def test_a_refusal_counts_the_numbers_that_the_watched_step_returns():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 4))
+    step = ordinary_step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    args = torch.randn(2048, 64), torch.arange(2048) % 4
+    asked = {"compress": "int4", "recompute": False, "adapt": True, "lowering": "inductor"}
+    with pytest.raises(memopt.InfeasibleBudget) as refusal:
+        memopt.explain(step, *args, memory_budget="1MiB", **asked)
+    smallest = refusal.value.smallest_peak_bytes
+    assert memopt.explain(step, *args, memory_budget=smallest, **asked).predicted_peak_bytes == smallest

@@ -86,6 +86,28 @@ def test_taken_back_and_run_exactly(caplog):
     assert "taken back" in str(report)
 
 
+def test_looking_keeps_nothing_beside_the_step():
+    """The generator's state was a tensor of 5 kB, and the step as much above its budget."""
+    torch._dynamo.reset()
+    layers = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.Softplus())), nn.Linear(32, 4))
+    opt = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+    def step(x, y):
+        loss = F.cross_entropy(layers(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, lowering="eager", memory_budget=0.8, compress="int4", recompute=False)
+    args = torch.randn(512, 32), torch.arange(512) % 4
+    compiled(*args)
+    report = memopt.report(compiled)
+    assert report.plan.largest_error and report.predicted_peak_bytes == report.measured_peak_bytes
+    again = memopt.measure(compiled, *args, resident=(layers, opt))
+    assert 0 <= again.peak_bytes - report.measured_peak_bytes < 256
+
+
 def test_only_those_steps_are():
     _, _, exact = trained([FINITE, INFINITE, FINITE], lowering="eager")
     report, losses, state = trained([FINITE, INFINITE, FINITE], lowering="eager", compress="int4")

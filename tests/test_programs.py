@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import memopt_compile as memopt
 from memopt_compile import pipelines, programs
 from memopt_compile.costs import workspace
 from memopt_compile.liveness import timeline
@@ -129,3 +130,29 @@ def test_a_step_that_fits_once_lowered_has_no_plan(record, planned, less):
     for limit, program, tried in walks(record, planned, lambda peak: peak - less * rung * (peak == own), percents):
         assert (program.plan is None) == (limit >= own - less * rung)
         assert program.peak_bytes == tried[-1] <= limit
+
+
+@pytest.mark.inductor
+def test_numbers_that_follow_from_a_second_batch_size():
+    """Batch normalization divides by rows - 1: Inductor took no symbol with a value for a float."""
+    args = [(torch.randn(rows, 8).double(), torch.arange(rows) % 4) for rows in (16, 6)]
+
+    def trained(**options):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+        fast = memopt.compile(step, **options) if options else step
+        for each in args:
+            fast(*each)
+        report = memopt.report(fast) if options else None
+        assert not report or report.measured_peak_bytes == report.predicted_peak_bytes <= report.budget_bytes
+        return model.state_dict()
+
+    torch.testing.assert_close(trained(memory_budget="1MiB", lowering="inductor"), trained())

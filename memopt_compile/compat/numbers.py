@@ -115,7 +115,7 @@ def called_as_method(tx: Any, function: Any, args: Any, kwargs: dict) -> Any:
     if not any(map(is_symbolic, args[0].realize().items if listed else (*args, *kwargs.values()))) or "out" in kwargs:
         return None
     form = number_forms.FORMS.get(function)
-    if form is not None and number_forms.fits(form, len(args), kwargs):
+    if form is not None and tx.f_code is not form.__code__ and number_forms.fits(form, len(args), kwargs):  # not in itself
         return UserFunctionVariable(form).call_function(tx, list(args), kwargs)
     if function in (torch.nn.functional.dropout, torch.dropout):
         return _dropped_out(tx, *args, **{{"input": "x", "train": "training"}.get(k, k): v for k, v in kwargs.items()})

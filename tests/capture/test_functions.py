@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import warnings
 
@@ -135,3 +136,21 @@ def test_an_lstm_in_float32():
     fast = train(lambda step: torch.compile(step, backend="memopt", fullgraph=True,
                                             options={"lowering": "eager"}))
     torch.testing.assert_close(train(lambda step: step), fast)
+
+
+def test_floats_of_modules_may_change_too():
+    """With ``dynamic=True`` batch normalization's eps is a symbol, and its form called itself without end."""
+    norm = torch.nn.BatchNorm1d(8).double()
+    twin = copy.deepcopy(norm)
+    x = torch.randn(24, 8).double()
+
+    def step(norm, x):
+        loss = norm(x).pow(3).sum()
+        loss.backward()
+        return loss.detach()
+
+    torch._dynamo.reset()
+    fast = torch.compile(step, backend="memopt", dynamic=True, options={"lowering": "eager"})
+    torch.testing.assert_close(fast(norm, x), step(twin, x))
+    assert memopt_compile.report(fast).kind == "step"
+    torch.testing.assert_close([*norm.buffers(), norm.weight.grad], [*twin.buffers(), twin.weight.grad])
