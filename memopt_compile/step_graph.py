@@ -11,6 +11,7 @@ import enum
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,7 +186,8 @@ class StepGraph:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*given, **named)  # fake tensors make fake tensors
+        with getattr(like.meta.get("val"), "fake_mode", nullcontext()):  # a fill has no fake tensor to follow
+            node.meta["val"] = target(*given, **named)
         self.phases[node] = self.phase(like)
         return node
 

@@ -36,6 +36,7 @@ from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
 from memopt_compile.row_classes import classes_last
+from memopt_compile.row_loops import loops_joined
 from memopt_compile.row_regions import Region, region_of, regions
 from memopt_compile.row_slices import slice_first
 from memopt_compile.row_twice import computed_twice
@@ -70,8 +71,9 @@ class ChunkLogits(StepPass):
         if start.peak_bytes <= self.peak_bytes or step.plan is not None and step.plan.fits:
             return
         best, lowest = None, (start.transient_peak_bytes, 0)
+        ready = prepared(step.copy())
         for parts in self.parts:  # rule 6
-            twin = step.copy()
+            twin = ready.copy()
             written = set(chunked(twin, parts))
             if first_stale_read(twin.graph):  # a weight is updated where a part would be computed too late, or too early
                 continue
@@ -83,12 +85,12 @@ class ChunkLogits(StepPass):
             if inside + start.resident_bytes <= self.peak_bytes:
                 break
         if best is not None:
-            chunked(step, best)
+            chunked(prepared(step), best)
 
 
 def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
-    """Compute every region of `step` in so many parts; the nodes that do."""
-    found, written = regions(prepared(step)), list[fx.Node]()
+    """Compute every region of `step`, which is prepared, in so many parts; the nodes that do."""
+    found, written = regions(step), list[fx.Node]()
     for product in [n for n, region in found.items() if isinstance(region, Region) and region.rows >= parts]:
         region = region_of(step, product)  # anew: it may read another's results
         if isinstance(region, Region):
@@ -98,7 +100,7 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
 
 def prepared(step: StepGraph) -> StepGraph:
     """Rules 1 and 2, in place."""
-    return computed_twice(plain_losses(slice_first(classes_last(step))))
+    return computed_twice(plain_losses(slice_first(classes_last(loops_joined(step)))))
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
