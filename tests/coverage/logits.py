@@ -3,10 +3,10 @@
     python tests/coverage/logits.py [--only NAME ...] [--lowering eager] [--double] [--smallest]
 
 Each model takes one step of AdamW on 4 x 256 tokens: without a budget, then under budgets that are a
-share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. Two more
+share of the captured step's peak, with `recompute=False`, so that only `chunk_logits` can keep them. Three more
 losses are of a Llama and a frozen second one: a preference of two sequences to two others (DPO, Rafailov et al.,
-2023, eq. 7), and what it learns of a wider one (distillation, Hinton et al., 2015) beside the targets. The
-difference is the largest of any parameter after the step, relative to that parameter's largest value.
+2023, eq. 7), a policy's clipped ratio (Schulman et al., 2017, eq. 7) whose log-probabilities come of a loop over the samples,
+and what it learns of a wider one (distillation, Hinton et al., 2015) beside the targets. The difference is the largest of any parameter after the step, relative to that parameter's largest value.
 `--smallest` plans for no bytes at all, with recomputation: the peak that it is refused with is the
 smallest one, printed with the loss layer whole and by parts.
 """
@@ -74,11 +74,25 @@ def distillation(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor
     return made.loss + 4 * F.kl_div((made.logits / 2).log_softmax(-1), wanted, reduction="batchmean") / x.shape[1]
 
 
+def policy(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def of_tokens(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits[:, :-1]
+        chosen = logits.gather(-1, x[:, 1:, None]).squeeze(-1)
+        return chosen - torch.stack([of_sample.logsumexp(-1) for of_sample in logits])
+
+    with torch.no_grad():
+        before = of_tokens(other(input_ids=x).logits)
+    ratio = (of_tokens(model(input_ids=x).logits) - before).exp()
+    worth = torch.linspace(-1, 1, len(x))[:, None]
+    return -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth).mean()
+
+
 # By name: the model, a frozen one beside it, the loss, and how many wide matrices are gathered from.
 MODELS = {
     "GPT-2, 50,257 tokens, tied": (gpt2, lambda: None, of_next_tokens, 1),
     "Llama, 32,000 tokens": (llama, lambda: None, of_next_tokens, 1),
     "Llama, preference": (llama, llama, preference, 2),
+    "Llama, policy": (llama, llama, policy, 2),
     "Llama, distillation": (llama, partial(llama, 512), distillation, 1),
 }
 
