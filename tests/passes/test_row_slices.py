@@ -126,13 +126,17 @@ def test_operators_as_inductor_has_them(bias):
     assert after < 0.8 * before and widest(traced) < 2 * 5 * VOCABULARY  # nor are there zeros as wide
 
 
-def test_logits_of_a_second_batch_size():
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_logits_of_a_second_batch_size(tokens_first):
     """Which has a symbol for its rows, and that has no hash."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
 
     def step(x, y):
-        loss = F.cross_entropy(model(x).view(-1, VOCABULARY), y.view(-1))
+        hidden = model[:3](x)
+        if tokens_first:
+            hidden = hidden.transpose(0, 1).contiguous().sin().transpose(0, 1)
+        loss = F.cross_entropy(model[3](hidden).reshape(-1, VOCABULARY), y.view(-1))
         loss.backward()
         model.zero_grad()
         return loss.detach()
