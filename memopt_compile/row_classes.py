@@ -33,7 +33,7 @@ LOGS, LOGS_BACKWARD = aten._log_softmax.default, aten._log_softmax_backward_data
 def classes_last(step: StepGraph) -> StepGraph:
     """Rules 1 to 3, in place."""
     losses = step.graph.find_nodes(op="call_function", target=aten.nll_loss2d_forward.default)
-    classes = {node.args[0].meta["val"].shape[1] for node in losses}
+    classes = {node.args[0].meta["val"].shape[1] for node in losses if type(node.args[0].meta["val"].shape[1]) is int}
     moved: set[fx.Node] = set()  # what lies otherwise in memory than it did
     results = step.graph.output_node().all_input_nodes
     for node in list(step.computing()):
@@ -57,7 +57,8 @@ def _is_turned(node: fx.Node, classes: set) -> bool:
     if node.target is not aten.clone.default:
         return False
     value, source = node.meta["val"], node.args[0].meta["val"]
-    return value.dim() > 2 and value.shape[1] in classes and source.stride(1) == 1 != value.stride(1)
+    known = value.dim() > 2 and type(value.shape[1]) is int  # a symbolic size has no hash
+    return known and value.shape[1] in classes and source.stride(1) == 1 != value.stride(1)
 
 
 def _see_anew(step: StepGraph, node: fx.Node, moved: set[fx.Node]) -> None:

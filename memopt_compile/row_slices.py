@@ -151,8 +151,10 @@ def _chains(product: fx.Node) -> list[Chain]:
     if product.target not in PRODUCTS or not product.users:
         return []
     left = product.args[PRODUCTS[product.target]]
+    if not _static(product, left, *product.users):  # first: a symbolic size has no hash
+        return []
     shapes = {_shape(view) if view.target in VIEWS else None for view in product.users}
-    if len(shapes) > 1 or None in shapes or not _static(product, left):
+    if len(shapes) > 1 or None in shapes:
         return []
     (shape,) = shapes
     if len(shape) < 3 or shape[-1] != _shape(product)[1] or shape[-1] <= _shape(left)[1]:

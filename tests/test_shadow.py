@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import memopt_compile as memopt
+from memopt_compile import shadow
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from graphs import two_layers, values_for  # noqa: E402
@@ -43,6 +44,15 @@ def test_of_equal_steps_there_is_none():
     error = gradient_error(exact, exact, values)
     assert (error.cosine, error.relative, error.worst_relative) == (pytest.approx(1), 0.0, 0.0)
     assert error.activations == ()
+
+
+def test_a_gradient_of_rounding_alone_is_not_the_worst(monkeypatch):
+    """That of a key's bias is 0 in exact arithmetic, and any difference in it some million times as large."""
+    exact = {"weight": torch.ones(4), "key_bias": torch.full((4,), 1e-9)}
+    lossy = {"weight": torch.full((4,), 1.1), "key_bias": torch.full((4,), 1e-3)}
+    monkeypatch.setattr(shadow, "gradients", lambda step, *_: step)
+    error = gradient_error(exact, lossy, ())
+    assert (error.worst, error.worst_relative) == ("weight", pytest.approx(0.1))
 
 
 def test_beyond_the_bound_nothing_of_the_step_runs():

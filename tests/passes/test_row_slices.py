@@ -7,6 +7,7 @@ from graphs import captured
 from test_chunk_logits import VOCABULARY, chunk, loss_layer, refusal, widest
 from torch import nn
 
+import memopt_compile as memopt
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.row_slices import slice_first
 
@@ -123,3 +124,25 @@ def test_operators_as_inductor_has_them(bias):
     assert not traced.graph.find_nodes(op="call_function", target=torch.ops.aten.slice_backward.default)
     before, after = chunk(traced)
     assert after < 0.8 * before and widest(traced) < 2 * 5 * VOCABULARY  # nor are there zeros as wide
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_logits_of_a_second_batch_size(tokens_first):
+    """Which has a symbol for its rows, and that has no hash."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
+
+    def step(x, y):
+        hidden = model[:3](x)
+        if tokens_first:
+            hidden = hidden.transpose(0, 1).contiguous().sin().transpose(0, 1)
+        loss = F.cross_entropy(model[3](hidden).reshape(-1, VOCABULARY), y.view(-1))
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    compiled = memopt.compile(step, lowering="eager", memory_budget="1GiB")
+    for batch in (4, 3, 2):
+        x = torch.randint(VOCABULARY, (batch, 6))
+        torch.testing.assert_close(compiled(x, x), step(x, x))
+        assert memopt.report(compiled).predicted_peak_bytes <= 2**30
