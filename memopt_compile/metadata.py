@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from . import compat
+from .compat.trace import pytree
 from .errors import VerifyError
 from .step_graph import StepGraph, describe, source_line
 
@@ -54,6 +55,42 @@ def _of_kernels(node: fx.Node) -> dict[int, torch.dtype]:
         return {1: torch.float64} if node.meta["val"][0].dtype == torch.float64 else {}
     read = {a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)}
     return dict.fromkeys((1, 2), torch.float32) if torch.float32 in read else {}
+
+
+def write_sizes_out(step: StepGraph) -> None:
+    """Write a number wherever a symbol has a value by now: where operators are given sizes, and in what they are recorded
+    to make. Passes that count rows want numbers, and Inductor takes no symbol with a value for a float."""
+    bases = dict[int, Tensor]()
+    for node in list(step.graph.nodes):
+        value = node.meta.get("val")
+        known = _number(value)
+        if known is not value:
+            for user in [user for user in node.users if user.op != "output"]:
+                given = {**{n: n for n in user.all_input_nodes}, node: known}
+                user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)
+            if node.op == "call_function" and not node.users:
+                step.erase(node)
+        elif _symbolic(value):
+            node.meta["val"] = pytree.tree_map_only(Tensor, lambda tensor: _of_numbers(tensor, bases), value)
+
+
+def _number(value: Any) -> Any:
+    """The number that a symbol stands for, if it is known."""
+    known = (value.node.maybe_as_int() if isinstance(value, torch.SymInt) else
+             value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None)
+    return value if known is None else known
+
+
+def _of_numbers(tensor: Tensor, bases: dict[int, Tensor]) -> Tensor:
+    """The same fake tensor with numbers for sizes; of one storage, if others are."""
+    storage, size = tensor.untyped_storage(), _number(tensor.untyped_storage().nbytes())
+    if tensor.layout is not torch.strided or not isinstance(size, int) or not _symbolic(tensor):
+        return tensor
+    with tensor.fake_mode, torch.no_grad():
+        base = bases.setdefault(storage._cdata, torch.empty(size, dtype=torch.uint8, device=tensor.device))
+        whole = base[:size // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+        return whole.as_strided(*[[_number(n) for n in sizes] for sizes in (tensor.shape, tensor.stride())],
+                                _number(tensor.storage_offset()))
 
 
 def check_metadata(step: StepGraph) -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
 
 from . import data_sizes, devices, pipelines
 from .backends import eager, inductor
@@ -30,7 +29,7 @@ from .liveness import Timeline, resident_bytes, timeline
 from .lowering.ahead import Ahead
 from .lowering.replaying import Replayed
 from .memory_plan import MemoryPlan
-from .metadata import check_metadata
+from .metadata import check_metadata, write_sizes_out
 from .optim.low_bit import SMALL
 from .options import format_bytes
 from .passes.chunk_logits import ChunkLogits
@@ -309,23 +308,13 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
 
 def _fix_sizes(step: StepGraph) -> None:
     """Have every batch size compiled, and so planned, by itself: what fits one may not fit another. A count of steps
-    is no size. What is computed of sizes alone is written out: Inductor takes no symbol with a value for a float."""
+    is no size."""
     sizes = {symbol for node in step.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())
              if isinstance(size, torch.SymInt) for symbol in polynomial(size).free_symbols}
     for node in step.placeholders:
         if isinstance(node.meta["val"], torch.SymInt) and polynomial(node.meta["val"]).free_symbols & sizes:
             int(node.meta["val"])  # Dynamo guards on what is asked
-    for node in list(step.graph.nodes):
-        value = node.meta.get("val")
-        known = (value.node.maybe_as_int() if isinstance(value, torch.SymInt) else
-                 value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None)
-        if known is None:
-            continue
-        for user in [user for user in node.users if user.op != "output"]:
-            given = {**{n: n for n in user.all_input_nodes}, node: known}
-            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)
-        if node.op == "call_function" and not node.users:
-            step.erase(node)
+    write_sizes_out(step)
 
 
 def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
