@@ -87,6 +87,12 @@ def _joins(node: fx.Node) -> bool:
         torch.Tag.pointwise in target.tags or target._schema.name in JOINED or target in WITHOUT_DIMENSIONS)
 
 
+def _holds(whole: Tensor, samples: int, member: Tensor) -> bool:
+    """Whether a sample of `whole` is as `member` is, in memory too."""
+    return (tuple(whole.shape) == (samples, *member.shape) and whole.dtype == member.dtype
+            and all(a == b or size == 1 for a, b, size in zip(whole.stride()[1:], member.stride(), member.shape)))
+
+
 def _values(step: StepGraph) -> dict[fx.Node, str]:
     """A name for the value of each node, which is the same where the same is computed of the same."""
     names, first = dict[fx.Node, str](), dict[str, str]()
@@ -111,7 +117,8 @@ class _Families:
     def join(self) -> None:
         selected = [(n, found) for n in self.step.computing() if (found := _index(n)) is not None]
         for node, (samples, index) in selected:
-            self.of[node] = self._selected(node, samples), index
+            if (whole := self._selected(node, samples)) is not None:
+                self.of[node] = whole, index
         begins, stack = set(self.of), [user for node in self.of for user in node.users]
         while stack:
             stack += self._grown(stack.pop())
@@ -127,16 +134,16 @@ class _Families:
                 with self.step.graph.inserting_before(node):
                     self.step.replace(node, self.step.call(node, aten.select.int, whole, 0, index))
 
-    def _selected(self, node: fx.Node, samples: int) -> fx.Node:
+    def _selected(self, node: fx.Node, samples: int) -> fx.Node | None:
         """The whole of a selection or a slice."""
         value = node.args[0]
         if node.target is aten.select.int:
             return value
-        if (value, samples) not in self.views:
+        if (value, samples) not in self.views and value.meta["val"].is_contiguous():
             with self.step.graph.inserting_before(node):
-                self.views[value, samples] = self.step.call(node, aten.reshape.default, value, [samples, *_shape(node)])
+                self.views[value, samples] = self.step.call(node, aten.view.default, value, [samples, *_shape(node)])
             self.done.add(self.views[value, samples])
-        return self.views[value, samples]
+        return self.views.get((value, samples))
 
     def _grown(self, node: fx.Node) -> list[fx.Node]:
         """Rule 1: what is to be looked at since `node` makes a family complete."""
@@ -180,11 +187,11 @@ class _Families:
             args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(given, tensors)).__getitem__)
             return node.target(*args, **kwargs)
 
+        values = [n.meta["val"] for n in given.values()]
         try:
-            values = [n.meta["val"] for n in given.values()]
             with values[0].fake_mode:
                 traced = make_fx(torch.vmap(one, in_dims=tuple(0 if a in self.of else None for a in given)))(*values).graph
-        except (RuntimeError, NotImplementedError):
+        except Exception:  # of many kinds: no rule for this operator, or not for these operands
             return [], []
         if traced.find_nodes(op="get_attr") or traced.find_nodes(op="call_function", target=aten.stack.default):
             return [], []  # without a rule it runs for one sample after the other
@@ -203,9 +210,8 @@ class _Families:
         wholes, new = [made[n] for n in traced.output_node().all_input_nodes], list(made.values())[len(given):]
         self.done.update(new)
         values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
-        same = [_shape(whole) == (samples, *value.shape) and whole.meta["val"].dtype == value.dtype
-                for whole, value in zip(wholes, values)]
-        return (wholes, new) if len(same) == len(values) and all(same) else ([], [])
+        same = len(wholes) == len(values) and all(_holds(n.meta["val"], samples, value) for n, value in zip(wholes, values))
+        return (wholes, new) if same else ([], [])
 
     def _put_together(self, node: fx.Node) -> None:
         """Rule 2, what is stacked or one behind the other."""
@@ -214,10 +220,17 @@ class _Families:
         if whole is None or dim not in ([], [0]) or [self.of.get(n) for n in members] != [
                 (whole, i) for i in range(_shape(whole)[0])]:
             return
-        if _shape(whole) != _shape(node):
-            with self.step.graph.inserting_before(node):
-                whole = self.step.call(node, aten.reshape.default, whole, list(_shape(node)))
+        with self.step.graph.inserting_before(node):
+            whole = self._compact(whole)
+            if _shape(whole) != _shape(node):
+                whole = self.step.call(node, aten.view.default, whole, list(_shape(node)))
         self.step.replace(node, whole)
+
+    def _compact(self, whole: fx.Node) -> fx.Node:
+        """The same without gaps, as what is put together is."""
+        if whole.meta["val"].is_contiguous():
+            return whole
+        return self.step.call(whole, aten.clone.default, whole, memory_format=torch.contiguous_format)
 
     def _add_up(self) -> None:
         """Rule 2, sums of what is zero but for a member."""
@@ -236,6 +249,7 @@ class _Families:
             if all(len(which) == _shape(whole)[0] for whole, which in wholes.items()):
                 total, *more = *wholes, *others
                 with self.step.graph.inserting_before(node):
+                    total = self._compact(total)
                     for term in more:
                         total = self.step.call(node, aten.add.Tensor, total, term)
                 node.replace_all_uses_with(total)
