@@ -42,12 +42,13 @@ def forward(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_le
 def backward(grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor,
              blank: int, zero_infinity: bool) -> Tensor:
     """The gradient of log_probs [T, B, C], of that of each sample's loss [B]."""
-    result = log_probs.new_empty(log_probs.shape)
+    result = None
     for here, operands in _slabs(log_probs, targets, input_lengths, target_lengths):
         found = aten._ctc_loss(*operands, blank, zero_infinity)
         part = aten._ctc_loss_backward(grad[here], *operands, *found, blank, zero_infinity)
-        if part.shape == result.shape:
+        if here == slice(0, None):  # all of them at once
             return part
+        result = log_probs.new_empty(log_probs.shape) if result is None else result
         result[:, here] = part
     return result
 

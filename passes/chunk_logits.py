@@ -7,8 +7,9 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
    of targets that count, or by the sum of their class weights: neither needs logits. So becomes one of
    `binary_cross_entropy_with_logits`, and any mean a sum.
-2. Classes in the middle go last (`row_classes`); logits of rows that nobody reads (a shift against the targets) are
-   not made (`row_slices`); where a row's gradient depends on all rows, logits are computed twice (`row_twice`).
+2. Loops over the samples are joined (`row_loops`). Classes in the middle go last (`row_classes`); logits of rows that nobody
+   reads (a shift against the targets) are not made (`row_slices`); where a row's gradient depends on all rows, logits are
+   computed twice (`row_twice`).
 3. The region of the logits is found by `row_regions`: their rows from forward on, up to products back to
    narrow rows and to sums over rows. What has none is refused with the reason.
 4. The region is computed once for each part of the rows, all of it before backward goes on. Its rows
