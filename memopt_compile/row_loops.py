@@ -93,21 +93,21 @@ def _holds(whole: Tensor, samples: int, member: Tensor) -> bool:
             and all(a == b or size == 1 for a, b, size in zip(whole.stride()[1:], member.stride(), member.shape)))
 
 
-def _values(step: StepGraph) -> dict[fx.Node, str]:
-    """A name for the value of each node, which is the same where the same is computed of the same."""
-    names, first = dict[fx.Node, str](), dict[str, str]()
+def _firsts(step: StepGraph) -> dict[fx.Node, fx.Node]:
+    """For each node the first one in the schedule that computes the same of the same."""
+    firsts, known = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
     for node in step.graph.nodes:
-        names[node] = node.name
+        firsts[node] = node
         if isinstance(node.target, OPERATOR) and not (mutated_args(node) or is_random(node) or is_collective(node)):
-            how = str((node.target, *fx.map_arg((node.args, node.kwargs), names.__getitem__)))
-            names[node] = first.setdefault(how, node.name)
-    return names
+            how = str((node.target, *fx.map_arg((node.args, node.kwargs), firsts.__getitem__)))
+            firsts[node] = known.setdefault(how, node)
+    return firsts
 
 
 class _Families:
     def __init__(self, step: StepGraph):
         self.step = step
-        self.names = _values(step)
+        self.firsts = _firsts(step)
         self.of: dict[fx.Node, tuple[fx.Node, int]] = {}  # a member's whole, and which it is
         self.alike: dict[str, dict[int, list[fx.Node]]] = defaultdict(dict)  # by what they have in common
         self.wholes: dict[str, tuple[list[fx.Node], list[fx.Node]]] = {}  # of each family, and what makes them
@@ -176,12 +176,13 @@ class _Families:
         return [user for node in joined for user in node.users]
 
     def _name(self, node: fx.Node) -> str:
-        return f"{self.of[node][0].name}[*]" if node in self.of else self.names[node]
+        return f"{self.of[node][0].name}[*]" if node in self.of else self.firsts[node].name
 
     def _wholes(self, node: fx.Node, samples: int) -> tuple[list[fx.Node], list[fx.Node]]:
         """The results of a whole family, and what makes them in front of its first member `node`; none if PyTorch has no
         rule for it."""
-        given = {a: self.of[a][0] if a in self.of else a for a in node.all_input_nodes}
+        # The first of equal values: it is there wherever any of them is.
+        given = {a: self.of[a][0] if a in self.of else self.firsts[a] for a in node.all_input_nodes}
 
         def one(*tensors: Tensor) -> Any:
             args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(given, tensors)).__getitem__)
@@ -207,7 +208,8 @@ class _Families:
                     target, args = aten.full.default, (list(value.shape), filled)
                     kwargs = {"dtype": value.dtype, "device": value.device}
                 made[inner] = self.step.call(node, target, *args, **kwargs)
-        wholes, new = [made[n] for n in traced.output_node().all_input_nodes], list(made.values())[len(given):]
+        wholes = [made[n] for n in traced.output_node().all_input_nodes]
+        new = [made[n] for n in traced.nodes if n.op == "call_function"]
         self.done.update(new)
         values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
         same = len(wholes) == len(values) and all(_holds(n.meta["val"], samples, value) for n, value in zip(wholes, values))
