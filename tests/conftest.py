@@ -10,6 +10,9 @@ pytest captures loggers that do not propagate by handlers of its own: then the s
 graph is printed for it several times. And Dynamo makes a text of each side effect with its whole stack, which is
 deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
 
+Tables are long: of a test marked `table(n)` every n-th case runs and one marked `thorough` does not, unless `--thorough`
+is given or a test is asked for by name.
+
 In every process that compiles kernels, Inductor builds a library for each vector extension of the processor and loads
 it in another process, to see whether the compiler knows the extension: up to ten seconds. Here it is taken at its word.
 """
@@ -18,6 +21,7 @@ import gc
 import itertools
 import logging
 import os
+from collections import Counter
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # read when torch is imported, here and in processes started
 
@@ -40,6 +44,23 @@ settings.load_profile("repeatable")
 
 
 TESTS = itertools.count(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run every case of every table too, nearly twice as long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("thorough") or any("::" in argument for argument in config.args):
+        return
+    cases, chosen, left_out = Counter(), [], []
+    for item in items:
+        table, test = item.get_closest_marker("table"), item.nodeid.partition("[")[0]
+        there = not item.get_closest_marker("thorough") and (table is None or cases[test] % table.args[0] == 0)
+        cases[test] += 1
+        (chosen if there else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 def pytest_runtest_setup(item):

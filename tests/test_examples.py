@@ -102,6 +102,7 @@ def test_low_memory_learns_and_each_way_has_its_row():
 
 @pytest.mark.slow
 @needs_plays
+@pytest.mark.thorough
 def test_low_memory_with_everything_in_8_bits():
     output = run("train_low_memory.py", "--optimizer", "adamw", "--state-bits", "8", "--parameter-bits", "8",
                  "--micro-batches", "2", "--steps", "12")
@@ -128,6 +129,7 @@ def test_model_alone_in_a_loop_that_is_not_compiled():
 @pytest.mark.slow
 @needs_plays
 @pytest.mark.parametrize("model", ["llama", "bert"])
+@pytest.mark.table(2)
 def test_hugging_face(model):
     pytest.importorskip("transformers")
     output = run("finetune_hf.py", "--model", model)

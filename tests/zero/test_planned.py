@@ -61,6 +61,7 @@ def maker(mesh, stage, clip=None, batch=16, **how):
 
 @pytest.mark.parametrize(("ranks", "stage", "how"), [
     (64, 3, {"checkpointed": True}), (8, 2, {"clip": 1.0, "batch": 256})])
+@pytest.mark.table(2)
 def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     with memopt.planned_ranks(ranks) as mesh:
         make = maker(mesh, stage, **how)
@@ -79,6 +80,7 @@ def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     assert plan.at_peak["optimizer state"] == 2 * rows * weights + steps
 
 
+@pytest.mark.thorough
 def test_norms_are_gathered_for_all_layers_at_once_until_a_bucket_is_full(monkeypatch):
     with memopt.planned_ranks(64) as mesh:
         make = maker(mesh, 3, **NORMS)
