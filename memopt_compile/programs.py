@@ -48,6 +48,8 @@ ABOVE = 6  # rungs, the budget's own among them: how much less it may need witho
 NEARER = 3  # times that a refused budget is planned for less than the smallest peak so far
 SHOWN = 3  # kinds of values that a refusal names
 
+Tried = dict[int, tuple[Program, StepGraph, Timeline, tuple]]  # by the limit that was planned for, the largest first
+
 
 def fitted(step: StepGraph, record: Compilation) -> Callable:
     """The program of one step graph, a boxed callable.
@@ -114,14 +116,15 @@ def _check(step: StepGraph, record: Compilation) -> None:
 def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
     """The same as `_within`. What nothing fits is planned for less than the smallest peak, as a larger budget would be: other
     limits are tried on the way, and lowering may make less of a plan among them than its schedule lets expect."""
-    program = _within(limit, captured, record)
+    tried: Tried = {}
+    program = _within(limit, captured, record, tried=tried)
     for _ in range(NEARER if record.lowering != "eager" else 0):
         if program.peak_bytes <= limit:
             break
         kept = program, record.step, record.after, record.passes
         log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(program.peak_bytes))
         record.budget_bytes = program.peak_bytes - 1
-        program = _within(record.budget_bytes, captured, record)
+        program = _within(record.budget_bytes, captured, record, tried=tried)
         record.budget_bytes = limit
         if program.peak_bytes >= kept[0].peak_bytes:
             program, record.step, record.after, record.passes = kept
@@ -131,12 +134,12 @@ def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
 
 
 def _within(limit: int, captured: StepGraph, record: Compilation,
-            formats: Mapping[str, str] = pipelines.NO_FORMATS) -> Program:
+            formats: Mapping[str, str] = pipelines.NO_FORMATS, tried: Tried | None = None) -> Program:
     """The program of `captured` that is planned for `limit` bytes of peak, if that is possible.
 
     Inductor allocates a little otherwise than the schedule says: how much, only its code tells. And
     what looks at activations has some bytes of its own. If nothing fits, `record` and the program are
-    those with the smallest peak.
+    those with the smallest peak, of all that were `tried` for this limit and larger ones before.
     """
     resident = record.before.resident_bytes
     rung = max(1, (record.before.peak_bytes - resident) // RUNGS)
@@ -144,18 +147,22 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
     def down(limit: int) -> int:
         return limit - (limit - resident) % rung
 
-    tried: list[tuple[Program, StepGraph, Timeline, tuple]] = []
+    tried = {} if tried is None else tried
     if record.lowering == "eager":  # it runs what is planned
         above, highest = 0, limit
         planned = limit
     else:
         above, highest = ABOVE * rung, down(limit) + ABOVE * rung
-        planned = max(highest, _unplanned_peak(captured, record, formats))  # fusion may make any share less of it
+        # Fusion may make any share less of it.
+        planned = next(iter(tried), None) or max(highest, _unplanned_peak(captured, record, formats))
     for attempt in range(1 + TRIES):
-        program = _program(captured, record, planned, formats)
+        if planned in tried:
+            program, record.step, record.after, record.passes = tried[planned]
+        else:
+            program = _program(captured, record, planned, formats)
         if program.peak_bytes <= limit:
             return program
-        tried.append((program, record.step, record.after, record.passes))
+        tried[planned] = program, record.step, record.after, record.passes
         if planned <= highest and not (program.plan.fits if program.plan else record.after.peak_bytes <= planned):
             break  # no plan has less
         if record.options.compress and record.lowering == "eager" and not program.watching:
@@ -170,17 +177,17 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
     return program
 
 
-def _smallest(tried: list[tuple[Program, StepGraph, Timeline, tuple]]) -> tuple[Program, StepGraph, Timeline, tuple]:
+def _smallest(tried: Tried) -> tuple[Program, StepGraph, Timeline, tuple]:
     """The one of these with the smallest peak, lowered whole: where only a part was, the peak is at least what is known."""
     while True:
-        i, (program, step, *more) = min(enumerate(tried), key=lambda each: each[1][0].peak_bytes)
+        planned, (program, step, *more) = min(tried.items(), key=lambda each: each[1][0].peak_bytes)
         parts = {name: part for name in ("run", "watching") if isinstance(
             part := getattr(program, name), inductor.TooLarge)}
         if not parts:
-            return tried[i]
+            return tried[planned]
         whole = {name: _whole_of(part) for name, part in parts.items()}
         peaks = [resident_bytes(step) + inductor.predicted_transient_peak(lowered) for lowered in whole.values()]
-        tried[i] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more
+        tried[planned] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more
 
 
 def _whole_of(lowered: Callable | inductor.TooLarge) -> Any:

@@ -16,7 +16,7 @@ shares. The rules, cited in the code:
    falls to rule 1.
 6. ``copy_(p, p)`` goes.
 7. Equal views, and equal computations on 0-dim tensors, are made once. Larger values are not
-   shared: that would keep them alive for longer.
+   shared, but by rule 13: that would keep them alive for longer.
 8. ``_foreach_mul`` becomes one ``mul`` a tensor, so that each result can die by itself, and so do the others that
    scale, clamp and average (`clip_grad_norm_`, `clip_grad_value_`, means of parameters).
 9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
@@ -26,6 +26,8 @@ shares. The rules, cited in the code:
     would keep their new values from forward on.
 12. A product with ones is a copy of its other factor, for rule 4: so is the gradient of what is summed up to the loss.
     Not where gradients of several backwards, or folds of them, have to be told apart by whose they are.
+13. Equal casts of one value are made once while the first lives on anyway: autocast casts what three layers read three
+    times, and backward would keep all three.
 
 What the step returns keeps owning a storage of its own: the user may write into a gradient.
 What a model returns does not become a view either, since autograd forbids some writes into views:
@@ -196,7 +198,7 @@ def _is_whole(scatter: fx.Node) -> bool:
 
 
 def _simplify(step: StepGraph) -> None:
-    """Rules 3 to 7, from the first node to the last: operands are simple before their users."""
+    """Rules 3 to 7 and 13, from the first node to the last: operands are simple before their users."""
     storages = _Storages(step.graph)
     results = _differentiable_results(step)
     made: dict[Any, fx.Node] = {}
@@ -208,6 +210,13 @@ def _simplify(step: StepGraph) -> None:
             step.replace(node, same)
         elif node.target in COPIES:
             _simplify_copy(step, node, storages, node in results)
+            if node.users and node.target is aten._to_copy.default and node not in step.gradients:
+                key = _key(node.args), _key(node.kwargs), node.meta.get("recompute"), node.meta.get("ac_graph_id")  # rule 13
+                if key in made and storages.lives_on(made[key], node):
+                    storages.merge(node, made[key])
+                    step.replace(node, made[key])
+                else:
+                    made[key] = node
         elif node.target is aten.copy_.default:
             target, source = node.args[:2]  # rule 6
             if storages.same_place(target, source) and node not in storages.returned:
@@ -328,6 +337,14 @@ class _Storages:
             and self.roots[a] == self.roots[b]
             and _geometry(a, offset=True) == _geometry(b, offset=True) is not None
         )
+
+    def lives_on(self, first: fx.Node, copy: fx.Node) -> bool:
+        """Whether the equal `first` is alive behind `copy` in any case, and nobody writes into them or between them."""
+        reads = {user for alias in self.members[first] for user in alias.users}
+        return not ({first, copy} & self.writers.keys() or self.members[copy] & self.returned or any(
+            self.position[first] < self.position[write] < self.position[copy]
+            for root in self.roots[first.args[0]] for write in self.writers.get(root, ()))
+        ) and any(self.position[copy] < self.position[read] for read in reads)
 
     def may_share(self, copy: fx.Node, source: fx.Node) -> bool:
         """Whether nobody can tell `copy` from `source`, and sharing keeps no more bytes alive."""

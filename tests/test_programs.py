@@ -46,9 +46,10 @@ def walks(record, planned, peak_of, percents, within=programs._within, times=1):
     """For each budget, in per cent of the transient bytes: the limit in bytes, the program and the lowered peaks that
     were tried. `peak_of(schedule's peak)` stands for what lowering needs."""
     resident, beyond = record.before.resident_bytes, record.before.transient_peak_bytes
-    rewritten, tried = pipelines.rewritten, []
+    rewritten, tried, asked = pipelines.rewritten, [], []
 
     def remembered(step, options, lowering, costs, limit, *rest):
+        asked.append(limit)
         if limit not in planned:
             planned[limit] = rewritten(step, options, lowering, costs, limit, *rest)
         return planned[limit]
@@ -63,9 +64,11 @@ def walks(record, planned, peak_of, percents, within=programs._within, times=1):
             limit, mine = resident + int(percent * beyond / 100), dataclasses.replace(record)
             mine.budget_bytes = limit
             tried.clear()
+            asked.clear()
             program = within(limit, record.captured, mine)
             assert mine.predicted_peak_bytes == program.peak_bytes and mine.step.plan is program.plan
             assert len(tried) <= times * (1 + programs.TRIES) and mine.budget_bytes == limit
+            assert len({*asked}) == len(asked)  # nothing is planned for twice, in a refusal neither
             yield limit, program, list(tried)
 
 

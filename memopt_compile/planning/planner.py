@@ -11,6 +11,7 @@ gap is then that of the program's bound for the first solution. Either way what 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,13 @@ PROBES = 6  # of them to find out whether a limit can be kept at all
 FEW = 2  # the same beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 SMALL = 5000  # rows of a program that is solved to its end even so
-REMEMBERED = 12  # plans
+REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.005
 COARSE = 0.1  # the gap for a first look
 FIRST = 1.0  # the same if any solution will do, as for the smallest peak: proving one to be fast takes most of the time
 
-_found: dict[tuple, tuple[Solution, dict[int, str]] | None] = {}  # by what was asked, the oldest first
+_found: dict[bytes, tuple[Solution, dict[int, str]] | None] = {}  # by what was asked, in the order of the last use
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int,
                     max(0.0, 1 - proved / seconds) if seconds else 0.0, plan.packed)
 
 
-def _key(asked: tuple, problem: Problem, groups: Sequence[int]) -> tuple:
-    return asked, tuple(groups), fingerprint(problem)
+def _key(asked: tuple, problem: Problem, groups: Sequence[int]) -> bytes:
+    return hashlib.sha256(repr((asked, tuple(groups), fingerprint(problem))).encode()).digest()
 
 
 def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable[[], Solution | None]
@@ -106,12 +107,15 @@ def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable
     """What was found for an equal problem before: a budget has copies of a step planned in several ways, some of them
     alike up to here. Formats are remembered by their names, so that no graph is kept."""
     key = _key(asked, problem, groups)
-    if key not in _found:
-        while len(_found) >= REMEMBERED:
-            del _found[next(iter(_found))]
+    if key in _found:
+        found = _found.pop(key)
+    else:
         plan = find()
-        _found[key] = plan and (replace(plan, packed={}), {v: p.form for v, p in plan.packed.items()})
-    if (found := _found[key]) is None:
+        found = plan and (replace(plan, packed={}), {v: p.form for v, p in plan.packed.items()})
+    _found[key] = found
+    if len(_found) > REMEMBERED:
+        del _found[next(iter(_found))]
+    if found is None:
         return None
     plan, forms = found
     return replace(plan, packed={v: next(p for p in problem.values[v].packed if p.form == form) for v, form in forms.items()})

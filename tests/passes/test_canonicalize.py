@@ -319,3 +319,34 @@ def test_the_gradient_of_a_sum_is_a_tensor_of_its_own():
     memopt.compile(step, lowering="eager")(x)
     p.grad.zero_()
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("body", "casts"), [
+    (lambda p, x: (x.float().sin(), x.float().cos(), x.float().exp()), 3),  # the first is dead by then
+    (lambda p, x: torch.cat([x.float(), x.float(), x.half()]), 2),
+    (lambda p, x: ((a := p.float()).sin(), p.mul_(2), a + p.float())[::2], 2),  # another value
+    (lambda p, x: ((a := x.float()), a + x.float().mul_(2))[1], 2),  # one of them is written into
+    (lambda p, x: ((a := x.float()).sin(), x.float(), a.cos()), 2),  # one of them is a result
+], ids=["dead", "alive", "another value", "written", "result"])
+def test_equal_casts_are_made_once_while_the_first_lives(body, casts):
+    graph = by_hand(body, ("p", doubles(2, 2)), ("x", doubles(2, 2)))
+    check(graph, Canonicalize())
+    assert graph.op_counts()["_to_copy"] == casts
+
+
+def test_what_three_layers_read_under_autocast_is_cast_once():
+    model = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k, v = (layer(x) for layer in model)
+            loss = torch.nn.functional.scaled_dot_product_attention(q, k, v).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    graph = captured(step, torch.rand(1, 8, 32))
+    casts = graph.text().count("_to_copy(x0")
+    check(graph, Canonicalize(), slack=64)
+    assert casts == 3 and graph.text().count("_to_copy(x0") == 1
