@@ -19,6 +19,7 @@ from .planning.rematerialization import Problem
 from .step_graph import Phase, StepGraph
 
 SHORTEST = 2  # operators: a linear layer and its activation
+NUMBER = 16  # bytes of the largest
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,16 @@ def groups(problem: Problem) -> list[int]:
 
     Those are the operations in the same place of equal micro-batches, but for the first, beside which no
     gradients are there yet, and of equal layers in one of the stretches into which `halves` cuts these.
+    What makes single numbers is decided alone: each layer's dropout looks up another seed, and all may be looked up in the first.
     """
-    operations = problem.operations
+    number = list(range(len(problem.operations)))
+    places = [o for o, operation in enumerate(problem.operations)
+              if any(problem.values[v].nbytes > NUMBER for v in operation.makes)]
+    operations = [problem.operations[o] for o in places]
     known: dict[str, int] = {}
     labels = np.array([known.setdefault(label(o.node), len(known)) for o in operations],
                       dtype=np.int64)
     backward = np.cumsum(problem.backward)  # nodes of backward so far
-    number = list(range(len(operations)))
 
     def tie(low: int, high: int) -> None:
         found = longest_repetition(labels[low:high], SHORTEST) if high - low > 2 * SHORTEST else None
@@ -95,7 +99,7 @@ def groups(problem: Problem) -> list[int]:
             tie(start + period, start + 2 * period)
         for turn, of in enumerate([0, *[1] * (times - 1)] if separate else halves(times)):
             for i in range(period):
-                number[start + turn * period + i] = number[start + of * period + i]
+                number[places[start + turn * period + i]] = number[places[start + of * period + i]]
 
     tie(0, len(operations))
     return number

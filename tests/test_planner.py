@@ -26,6 +26,7 @@ from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
 from memopt_compile.planning import planner  # noqa: E402
 from memopt_compile.planning.rematerialization import Means, problem, simulate  # noqa: E402
+from memopt_compile.reporting import explaining  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
 from memopt_compile.structure import groups, halves  # noqa: E402
 
@@ -194,11 +195,33 @@ def test_equal_layers_are_decided_together():
               if operation.node.target is torch.ops.aten.gelu.default]
     assert layers[0] == layers[1] != layers[2] != layers[3]
     several = problem(prepared("linear", micro_batches=4), roofline("cpu"))
-    number = groups(several)
+    number, alone = groups(several), numbers(several)
     size = len(number) // 4
-    first, second, third = (number[i * size:(i + 1) * size] for i in range(3))
+    first, second, third = ([number[i * size + o] for o in range(size) if i * size + o not in alone] for i in range(3))
     assert first == [n - size for n in second] and second == third  # beside the first there are no gradients yet
+    assert len(alone) == 4 and all(number[o] == o for o in alone)  # the losses
     assert not several.operations[-1].again  # the loss that the step returns
+
+
+def numbers(found):
+    return [o for o, each in enumerate(found.operations) if all(found.values[v].nbytes <= 8 for v in each.makes)]
+
+
+def test_so_are_those_with_dropout_on_inductor_whose_seeds_differ():
+    model = nn.Sequential(*stack(lambda: nn.Linear(32, 32), nn.GELU, lambda: nn.Dropout(0.3), times=8), nn.Linear(32, 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    record = explaining.planned(step, (torch.rand(64, 32),), {"lowering": "inductor"}, captured_only=True)
+    for each in (Canonicalize(), ReleaseGradients(), ScheduleForPeak()):
+        each.run(record.captured)
+    found = problem(record.captured, roofline("cpu"))
+    drawn = [n for o, n in zip(found.operations, groups(found)) if o.node.target is torch.ops.prims.inductor_random.default]
+    assert len(drawn) == 8 and len(set(drawn)) <= 5  # halves of seven layers or eight, and what is beside them
 
 
 def test_a_lossy_query_takes_its_attention_along():
