@@ -121,14 +121,12 @@ def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
     for _ in range(NEARER if record.lowering != "eager" else 0):
         if program.peak_bytes <= limit:
             break
-        kept = program, record.step, record.after, record.passes
-        log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(program.peak_bytes))
-        record.budget_bytes = program.peak_bytes - 1
+        least = program.peak_bytes
+        log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(least))
+        record.budget_bytes = least - 1
         program = _within(record.budget_bytes, captured, record, tried=tried)
         record.budget_bytes = limit
-        if program.peak_bytes >= kept[0].peak_bytes:
-            program, record.step, record.after, record.passes = kept
-            record.predicted_peak_bytes = program.peak_bytes
+        if program.peak_bytes == least:  # the same program
             break
     return program
 
@@ -156,13 +154,12 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         # Fusion may make any share less of it.
         planned = next(iter(tried), None) or max(highest, _unplanned_peak(captured, record, formats))
     for attempt in range(1 + TRIES):
-        if planned in tried:
-            program, record.step, record.after, record.passes = tried[planned]
-        else:
+        if planned not in tried:
             program = _program(captured, record, planned, formats)
+            tried[planned] = program, record.step, record.after, record.passes
+        program, record.step, record.after, record.passes = tried[planned]
         if program.peak_bytes <= limit:
             return program
-        tried[planned] = program, record.step, record.after, record.passes
         if planned <= highest and not (program.plan.fits if program.plan else record.after.peak_bytes <= planned):
             break  # no plan has less
         if record.options.compress and record.lowering == "eager" and not program.watching:

@@ -19,7 +19,7 @@ from .planning.rematerialization import Problem
 from .step_graph import Phase, StepGraph
 
 SHORTEST = 2  # operators: a linear layer and its activation
-NUMBER = 16  # bytes of the largest
+NUMBER = 16  # bytes of a complex one, the largest
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ TESTS = itertools.count(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="run every case of every table too, nearly twice as long")
+    parser.addoption("--thorough", action="store_true", help="run every case of every table too, a third longer")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -31,7 +31,7 @@ there whatever is chosen. r_o = 0 where o may not run again (random numbers, col
 what is overwritten). The linear program bounds well: memory at p is at least max(k_u, a_xp).
 
 Equal layers share decisions, in groups of halving size, so that any number of layers can have
-them, the program compiles few distinct pieces, and depth costs the solver nothing.
+them and the program compiles few distinct pieces; the chains of each are written out apart.
 
 Only those positions are written out for which `solve` has a slack.
 """
