@@ -31,6 +31,7 @@ from ..liveness import timeline
 from ..lowering import slab_kernels
 from ..lowering.between import host_call, in_its_place, read_by_program
 from ..lowering.compiled_pieces import Pieces, forget_pieces, stand_in, watch
+from ..lowering.donating import Owners, donating, given_away
 from ..lowering.inlining import inlined
 from ..lowering.pieces import Piece, can_cut, constant, is_host, is_view, one_piece, pieces, root
 from ..lowering.read_back import read_back
@@ -109,16 +110,17 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
         step = not_looking(step)
         parts = [one_piece(step)]
     else:
-        parts = pieces(step)
+        parts = donating(step, pieces(step))
     names: dict[Any, str] = {}
     called = [names.setdefault(part.key or part, f"piece_{len(names)}") for part in parts]
     distinct = dict(zip(reversed(called), reversed(parts)))
     made = Pieces(distinct, _on_cpu(step), begin=not later and within is None)
     text, objects = source(step, list(zip(called, parts)))
     values = [n.meta["val"] for n in step.placeholders]
+    given = {name: given_away(part.graph) for name, part in distinct.items()}
 
     def peak() -> _Peak:
-        return max(_dry_peak(text, objects, made.dry_calls(branch), values) for branch in made.branches)
+        return max(_dry_peak(text, objects, made.dry_calls(branch), values, given) for branch in made.branches)
 
     def fits() -> bool:
         while within is not None and (highest := peak()).bytes > within:
@@ -268,14 +270,18 @@ class _Peak(NamedTuple):
     piece: str  # the one that ran
 
 
-def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], values: list[Any]) -> _Peak:
+def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], values: list[Any],
+              given_away: dict[str, list[int]]) -> _Peak:
     """The most bytes that a run of the program on fake tensors of these sizes has allocated."""
     highest = _Peak(0, "")
 
     def noting(name: str) -> Callable:
         def run(given: list) -> Any:
             nonlocal highest
+            for place in given_away[name]:
+                owners.give(given[place])
             results = calls[name](given)
+            owners.add(results)
             if seen.peak_bytes > highest.bytes:
                 highest = _Peak(seen.peak_bytes, name)
             return results
@@ -284,6 +290,7 @@ def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], va
 
     with dry_run.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [stand_in(v) for v in values]
+        owners = Owners(inputs)
         run = _load(text, {**objects, **{name: noting(name) for name in calls}})
         with watch(inputs) as seen:
             run(list(inputs))

@@ -17,6 +17,7 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 5. What such rows need of the backward (the 1 it starts from, 1/N) moves in front of them.
 6. More parts are tried until the region fits by itself. Those with the lowest predicted peak of the step
    are taken, of equal ones those with the lowest in the region; none if the step's does not fall.
+7. What forward reads in a region and backward would compute again (`rematerialize_free`: a weight in 16 bits) is made once.
 
 Before:  z = h·Wᵀ; p = log_softmax(z); loss = −Σ p[y]; dz = exp(p) − 1[y]; dh = dz·W; dW = dzᵀ·h
 After:   for rows i: z = hᵢ·Wᵀ; p = ..; lossᵢ = ..; dz = ..; dhᵢ = dz·W; dW = dW + dzᵀ·hᵢ
@@ -28,6 +29,7 @@ products, cut. Numbers: equal but for the order of sums.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,13 +38,20 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.ordering import fuses, reduces_little
 from memopt_compile.row_classes import classes_last
 from memopt_compile.row_loops import loops_joined
 from memopt_compile.row_regions import Region, region_of, regions
 from memopt_compile.row_slices import slice_first
 from memopt_compile.row_twice import computed_twice
 from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
-from memopt_compile.step_graph import Phase, StepGraph, first_stale_read
+from memopt_compile.step_graph import (
+    Phase,
+    StepGraph,
+    first_stale_read,
+    mutated_args,
+    storage_roots,
+)
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
@@ -96,7 +105,36 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
         region = region_of(step, product)  # anew: it may read another's results
         if isinstance(region, Region):
             written += _Chunks(step, region).write(parts)
+    _share_operands(step, written)
     return written
+
+
+def _share_operands(step: StepGraph, written: list[fx.Node]) -> None:
+    """Rule 7 for what the nodes that were `written` read from outside."""
+    inside, roots = set(written), storage_roots(step.graph)
+    before = list(itertools.takewhile(lambda n: n is not max(written), step.graph.nodes)) if written else []
+    overwritten = {root for n in before for a in mutated_args(n) for root in roots[a]}
+    equal: dict[fx.Node, fx.Node] = {}  # the first of those that are computed from the same in the same way
+    first: dict[str, fx.Node] = {}
+
+    def has_equals(node: fx.Node) -> bool:
+        return _is_free(node) and not any(roots[a] & overwritten for a in (node, *node.all_input_nodes))
+
+    for node in before:
+        text = f"{node.target} {fx.map_arg((node.args, node.kwargs), equal.__getitem__)}"
+        equal[node] = first.setdefault(text, node) if has_equals(node) else node
+    stack = []
+    for operand in {a: None for node in written for a in node.all_input_nodes if equal.get(a, a) is not a}:
+        operand.replace_all_uses_with(equal[operand], delete_user_cb=inside.__contains__)
+        stack.append(operand)
+    while stack:
+        if not (node := stack.pop()).users and _is_free(node) and not node._erased:
+            stack += node.all_input_nodes
+            step.erase(node)
+
+
+def _is_free(node: fx.Node) -> bool:
+    return fuses(node) or reduces_little(node)
 
 
 def prepared(step: StepGraph) -> StepGraph:

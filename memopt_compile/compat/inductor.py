@@ -30,7 +30,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 
-from .kernels import as_memopt_wants
+from .kernels import as_memopt_wants, writing_into
 from .trace import float32_precision
 
 __all__ = ["STORE", "Kernels", "compile_graph", "computed_again", "decompositions", "has_cpp_compiler", "has_triton",
@@ -156,15 +156,16 @@ def _no_guards_on_constants(shapes: Any) -> Iterator[None]:
     shapes.guards[guards:] = [g for g in shapes.guards[guards:] if not g.expr.free_symbols & made]
 
 
-def compile_graph(module: fx.GraphModule, stores: bool = False,
-                  in_order: bool = False) -> tuple[Callable[[list], Any], str]:
+def compile_graph(module: fx.GraphModule, stores: bool = False, in_order: bool = False,
+                  given: Sequence[int] = ()) -> tuple[Callable[[list], Any], str]:
     """The boxed callable that Inductor makes of `module`, and the wrapper's source.
 
     Every output keeps the strides of its fake value, because what reads it was compiled for
     them. CUDA graphs are off: a piece's inputs move from call to call. With `stores`, what is
     read several times is stored between, if it takes more than a few operators: see `computed_again`.
 
-    Inductor puts each operator right before its first reader, unless the graph's order is to be kept (`in_order`).
+    Inductor puts each operator right before its first reader, unless the graph's order is to be kept (`in_order`). Inputs
+    of the numbers `given`, whose names have to be their own, may be written over.
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
@@ -178,7 +179,7 @@ def compile_graph(module: fx.GraphModule, stores: bool = False,
     # A context of its own: what Inductor notes in it belongs to this graph alone.
     realized = config.patch(realize_opcount_threshold=8) if stores else computed_again(module.graph)
     placed = config.patch(reorder_for_locality=config.reorder_for_locality and not in_order)
-    with tracing(TracingContext(_fake_mode(values))), realized, placed, as_memopt_wants():
+    with tracing(TracingContext(_fake_mode(values))), realized, placed, as_memopt_wants(), writing_into(given):
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")
 

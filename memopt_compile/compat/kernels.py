@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config, ir, lowering, memory
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
@@ -55,6 +56,20 @@ def cache_tag() -> str:
 def _digest() -> str:
     here = Path(__file__)
     return hashlib.sha256(here.read_bytes() + here.with_name("inductor.py").read_bytes()).hexdigest()[:16]
+
+
+def writing_into(given: Sequence[int]) -> contextlib.AbstractContextManager:
+    """The graph's inputs of these numbers are buffers that may be written over, as AOTAutograd's donated ones are in backward."""
+    placeholder = GraphLowering.placeholder
+
+    def donated(self: GraphLowering, *call: Any) -> Any:
+        backward, self.is_backward, self.bw_donated_idxs = self.is_backward, True, list(given)
+        try:
+            return placeholder(self, *call)
+        finally:
+            self.is_backward = backward
+
+    return mock.patch.object(GraphLowering, "placeholder", donated) if given else contextlib.nullcontext()
 
 
 def _read_before_written() -> contextlib.AbstractContextManager:

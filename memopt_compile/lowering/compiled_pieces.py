@@ -22,6 +22,7 @@ from ..compat import kernels as compat_kernels
 from ..compat.trace import pytree
 from ..costs import called_by_inductor, workspace_bytes
 from ..transfers import TO_HOST
+from .donating import given_away
 from .pieces import OWNED, Piece
 from .storing import is_call, read_before_writes, store_before_updates, store_between
 
@@ -111,7 +112,7 @@ class Pieces:
             self.new.append(name)
         kernels = inductor.Kernels()
         with kernels.put_off(begin=self.at_once):
-            compiled = Compiled(*inductor.compile_graph(part.module(), in_order=in_order), kernels)
+            compiled = Compiled(*inductor.compile_graph(part.module(), in_order=in_order, given=given_away(part.graph)), kernels)
         if part.key is not None:
             _cache[key] = compiled
         return compiled

@@ -307,7 +307,7 @@ def one_piece(step: StepGraph) -> Piece:
     results = graph.graph_copy(step.graph, env)
     graph.output(tuple(results))
     keyed = can_cut(step) and not step.graph.find_nodes(op="get_attr") and not any(map(_has_sizes, graph.nodes))
-    key = _key(graph) if keyed else None
+    key = key_of(graph) if keyed else None
     return Piece(graph, tuple(step.placeholders), tuple(step.graph.output_node().args[0]), key,
                  next(iter(step.computing()), None), step.module)
 
@@ -367,14 +367,14 @@ def _handed(node: fx.Node) -> Any:
 def _finish(graph: fx.Graph, inputs: list[fx.Node], handed: list[tuple[fx.Node, fx.Node]],
             first: fx.Node) -> Piece:
     graph.output(tuple(inner for _, inner in handed))
-    key = None if any(map(_has_sizes, graph.nodes)) else _key(graph)  # what is known of a size is not in the key
+    key = None if any(map(_has_sizes, graph.nodes)) else key_of(graph)  # what is known of a size is not in the key
     return Piece(graph, tuple(inputs), tuple(n for n, _ in handed), key, first)
 
 
 # ------------------------------------------------------------------------ equal pieces
 
 
-def _key(graph: fx.Graph) -> str:
+def key_of(graph: fx.Graph) -> str:
     """A digest of everything that the compiled code depends on."""
     names = {n: f"%{i}" for i, n in enumerate(graph.nodes)}
     lines = [f"{n.op} {n.target if n.op in ('call_function', 'placeholder') else ''}"
