@@ -1,6 +1,6 @@
 """Steps on a CUDA device: peak by what PyTorch's allocator counts, and time, of each way to run them, as a table.
 
-    python tests/coverage/on_cuda.py [--only NAME ...] [--small]
+    python tests/coverage/on_cuda.py [--only NAME ...] [--ways NAME ...] [--small]
 
 Each way is in a process of its own. Those of `--at-once` models compile at the same time, and those whose budget is another's
 measured peak begin after that one; then each is timed alone, in turns. In bfloat16 by autocast, with PyTorch's AdamW as it is by default. Peaks are of the step,
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -101,6 +101,9 @@ CASES: dict[str, tuple[Callable, int, dict[str, Way]]] = {  # what makes a model
     "GPT, 4 micro-batches": (lambda *given: gpt(*given, 4, 2), 4, THREE | {
         "memopt, AdamA": Way(options={"accumulate": "optimizer_states"})}),
     "BERT": (bert, 1, THREE | RECORDED), "ResNet": (resnet, 1, THREE),
+    # Here the device has enough to do, and the layers' activations are most of the bytes.
+    "GPT, 16 sequences": (lambda *given: gpt(*given, rows=16), 1, {
+        CHECKPOINTS: Way("inductor", checkpoints=True), "torch.compile": Way("inductor"), "memopt": Way()} | WITHIN),
     "short GPT": (short, 1, THREE | {UNRECORDED: Way(options={"cuda_graphs": False})}),
 }
 
@@ -140,10 +143,12 @@ def work(given: argparse.Namespace) -> None:
     bench.answer(run, batch, way.compiler, trained)
 
 
-def measured(case: str, start: Callable) -> dict[str, tuple[Any, dict]]:
-    """The processes of one model, ready to be timed, and what they found: those with budgets after the others."""
-    ways, found = CASES[case][2], {}
-    workers = {name: start(case, name, 0) for name, way in ways.items() if not way.budget_of}
+def measured(case: str, start: Callable, wanted: Sequence[str], known: int) -> dict[str, tuple[Any, dict]]:
+    """The processes of one model, ready to be timed, and what they found: those with budgets after the others, unless it is
+    `known` in bytes what these are shares of."""
+    ways, found = {name: way for name, way in CASES[case][2].items() if name in wanted or not wanted}, {}
+    workers = {name: start(case, name, int(way.share * known) if way.budget_of else 0) for name, way in ways.items()
+               if known or not way.budget_of}
     asked = list(workers)
     for name in asked:
         worker, late = workers[name]
@@ -157,7 +162,7 @@ def measured(case: str, start: Callable) -> dict[str, tuple[Any, dict]]:
             continue
         print(f"{case}: {name}: first call {answer['first']:.0f} s", file=sys.stderr, flush=True)
         found[name] = worker, answer
-        for other in (n for n, way in ways.items() if way.budget_of == name):
+        for other in (n for n, way in ways.items() if way.budget_of == name and n not in workers):
             workers[other] = start(case, other, int(ways[other].share * answer["peak"]))
             asked.append(other)
     return found
@@ -194,6 +199,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small models")
     parser.add_argument("--patience", type=float, default=1200, help="seconds; what has not compiled by then is left out")
     parser.add_argument("--at-once", type=int, default=2, help="models whose ways compile at the same time")
+    parser.add_argument("--ways", nargs="*", default=[], help="those to run, by their names in the table")
+    parser.add_argument("--known", type=float, default=0, help="MiB that budgets are shares of, where they need not be waited for")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one way of it, in this process
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -213,7 +220,8 @@ def main() -> None:
             late.start()
             return worker, late
 
-        cases = dict(zip(given.only, threads.map(lambda case: measured(case, start), given.only)))
+        cases = dict(zip(given.only, threads.map(
+            lambda case: measured(case, start, given.ways, int(given.known * 2**20)), given.only)))
         for case, found in cases.items():
             rows += table_of(case, found, given.rounds)
             print(*rows[-len(found):], sep="\n", file=sys.stderr, flush=True)
