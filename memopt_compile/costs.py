@@ -30,6 +30,7 @@ from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat.trace import hinted, profiler_active, pytree, real_tensors
 from .devices import free_bytes
 from .distributed import planned
+from .fusing import unmade_bytes
 from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
@@ -62,7 +63,8 @@ _known: dict[Any, int] = {}
 
 
 def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
-    """For each node of `step`, the bytes that it holds while it runs beyond its result.
+    """For each node of `step`, the bytes that it holds while it runs beyond its result. Of Inductor's it says as well what is
+    `fused`.
 
     In a plan for ranks that are not there every operator is taken to need none.
     """
@@ -91,6 +93,8 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta.get("val"))
         return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
 
+    if lowering == "inductor":
+        held.fused = unmade_bytes  # type: ignore[attr-defined]
     return held
 
 

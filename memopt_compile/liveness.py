@@ -128,5 +128,7 @@ def timeline(step: StepGraph, workspace: Workspace = no_workspace) -> Timeline:
     """Predicted live bytes of `step` in its present order."""
     order = list(step.computing())
     points = live_bytes(order, lifetimes(step.graph), workspace)
+    if fused := getattr(workspace, "fused", None):  # (`fusing`)
+        points = list(map(operator.sub, points, fused(step)))
     return Timeline(resident_bytes(step), tuple(
         Point(node, step.phase(node), live) for node, live in zip(order, points)))

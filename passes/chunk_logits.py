@@ -103,16 +103,17 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
     found, written = regions(step), list[fx.Node]()
     for product in [n for n, region in found.items() if isinstance(region, Region) and region.rows >= parts]:
         region = region_of(step, product)  # anew: it may read another's results
+        if isinstance(region, Region) and _share_operands(step, region):
+            region = region_of(step, product)
         if isinstance(region, Region):
             written += _Chunks(step, region).write(parts)
-    _share_operands(step, written)
     return written
 
 
-def _share_operands(step: StepGraph, written: list[fx.Node]) -> None:
-    """Rule 7 for what the nodes that were `written` read from outside."""
-    inside, roots = set(written), storage_roots(step.graph)
-    before = list(itertools.takewhile(lambda n: n is not max(written), step.graph.nodes)) if written else []
+def _share_operands(step: StepGraph, region: Region) -> bool:
+    """Rule 7; whether there is anything. (Or what makes an operand again for backward would move in front by rule 5.)"""
+    inside, roots = region.rules, storage_roots(step.graph)
+    before = list(itertools.takewhile(lambda n: n is not max(inside), step.graph.nodes))
     overwritten = {root for n in before for a in mutated_args(n) for root in roots[a]}
     equal: dict[fx.Node, fx.Node] = {}  # the first of those that are computed from the same in the same way
     first: dict[str, fx.Node] = {}
@@ -123,14 +124,17 @@ def _share_operands(step: StepGraph, written: list[fx.Node]) -> None:
     for node in before:
         text = f"{node.target} {fx.map_arg((node.args, node.kwargs), equal.__getitem__)}"
         equal[node] = first.setdefault(text, node) if has_equals(node) else node
-    stack = []
-    for operand in {a: None for node in written for a in node.all_input_nodes if equal.get(a, a) is not a}:
+    read = {a for node in inside for a in node.all_input_nodes if a not in inside}
+    there = {root for a in read if equal[a] is a for root in roots[a]}
+    again = sorted(a for a in read if equal[a] is not a and roots[equal[a]] & there)
+    for operand in again:
         operand.replace_all_uses_with(equal[operand], delete_user_cb=inside.__contains__)
-        stack.append(operand)
+    stack = list(again)
     while stack:
         if not (node := stack.pop()).users and _is_free(node) and not node._erased:
             stack += node.all_input_nodes
             step.erase(node)
+    return bool(again)
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -262,9 +266,9 @@ class _Chunks:
         if total is not None and how.target is aten.mm.default and not short:
             return self._call(node, aten.addmm.default, total, *args)
         term = self._call(node, how.target, *args, **how.kwargs)
-        if short:
-            term = self._call(node, aten._to_copy.default, term, dtype=torch.float32)
-        return term if total is None else self._call(node, aten.add.Tensor, total, term)
+        if total is not None:
+            return self._call(node, aten.add.Tensor, total, term)  # in the type of the sum
+        return self._call(node, aten._to_copy.default, term, dtype=torch.float32) if short else term
 
     def _end(self, node: fx.Node, joined: Any) -> fx.Node:
         """The value of `node`, from what the parts have left."""

@@ -6,7 +6,8 @@ Starting from the order it is given, the pass tries moves that keep the step's n
 1. *late*: a node whose result is larger than what it lets die runs right before its first
    reader; so do views and fills, which hold nothing of their own;
 2. *early*: a node that lets more die than it allocates runs as soon as its operands are there;
-3. both, in either order, again on the best order so far, until nothing gets better.
+3. both, in either order, again on the best order so far, until nothing gets better;
+4. not if the peak rises by it with what Inductor makes less of (`fusing`), which these moves do not know.
 
 An item of a tuple stays behind the node that made the tuple. Only an order with a lower
 predicted peak, or the same peak and fewer bytes over time, replaces the given one: moving cheap
@@ -26,7 +27,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from memopt_compile.liveness import Lifetimes, Workspace, lifetimes
+from memopt_compile.liveness import Lifetimes, Workspace, lifetimes, no_workspace, timeline
 from memopt_compile.ordering import predecessors, weight
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
@@ -45,7 +46,10 @@ class ScheduleForPeak(StepPass):
         given = list(step.computing())
         best = best_order(given, predecessors(step), lifetimes(step.graph), self.rounds, costs)
         if best is not given:
+            before = timeline(step, costs or no_workspace).transient_peak_bytes
             step.reorder(best)
+            if timeline(step, costs or no_workspace).transient_peak_bytes > before:  # rule 4
+                step.reorder(given)
 
 
 def best_order(given: list[fx.Node], before: Before, life: Lifetimes, rounds: int,

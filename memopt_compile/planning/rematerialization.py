@@ -115,7 +115,9 @@ class Problem:
 def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             workspace: Workspace | None = None, means: Means = ALL_EXACT) -> Problem:
     """The values and operations of `step` that can be chosen from with these `means`."""
-    workspace = functools.cache(workspace or no_workspace)  # each choice asks for all of it again
+    held, fused = workspace or no_workspace, getattr(workspace, "fused", None)
+    less = dict(zip(step.computing(), fused(step))) if fused else {}
+    workspace = functools.cache(lambda node: held(node) - less.get(node, 0))  # each choice asks for all of it again
     tolerated = sensitivity(step, means.compress)
     packed = candidates(tolerated, seconds, means.max_error, dict(means.instead))
     order, life = list(step.computing()), lifetimes(step.graph)
