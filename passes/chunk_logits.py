@@ -49,7 +49,6 @@ from memopt_compile.step_graph import (
     Phase,
     StepGraph,
     first_stale_read,
-    mutated_args,
     storage_roots,
 )
 from memopt_compile.step_pass import Numerics, StepPass
@@ -113,17 +112,11 @@ def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
 def _share_operands(step: StepGraph, region: Region) -> bool:
     """Rule 7; whether there is anything. (Or what makes an operand again for backward would move in front by rule 5.)"""
     inside, roots = region.rules, storage_roots(step.graph)
-    before = list(itertools.takewhile(lambda n: n is not max(inside), step.graph.nodes))
-    overwritten = {root for n in before for a in mutated_args(n) for root in roots[a]}
     equal: dict[fx.Node, fx.Node] = {}  # the first of those that are computed from the same in the same way
     first: dict[str, fx.Node] = {}
-
-    def has_equals(node: fx.Node) -> bool:
-        return _is_free(node) and not any(roots[a] & overwritten for a in (node, *node.all_input_nodes))
-
-    for node in before:
+    for node in itertools.takewhile(lambda n: n is not max(inside), step.graph.nodes):
         text = f"{node.target} {fx.map_arg((node.args, node.kwargs), equal.__getitem__)}"
-        equal[node] = first.setdefault(text, node) if has_equals(node) else node
+        equal[node] = first.setdefault(text, node) if _is_free(node) else node
     read = {a for node in inside for a in node.all_input_nodes if a not in inside}
     there = {root for a in read if equal[a] is a for root in roots[a]}
     again = sorted(a for a in read if equal[a] is not a and roots[equal[a]] & there)
