@@ -36,7 +36,7 @@ def summed(all_of_them: bool = False):
 
 def of_the_sum(parts):
     """The inputs of a sum's geometry that each piece has, and whether it gives them away."""
-    return [(place in given_away(part.graph)) for part in parts for place, node in enumerate(part.inputs)
+    return [place in given_away(part.graph) for part in parts for place, node in enumerate(part.inputs)
             if node.op != "placeholder" and tuple(node.meta["val"].shape) == (WIDTH, WIDTH)]
 
 

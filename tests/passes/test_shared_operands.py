@@ -46,4 +46,3 @@ def test_hidden_states_and_weight_are_made_once():
     step = layer_that_makes_again()
     assert count(step, aten.tanh.default) == count(step, aten.sin.default) == 2
     assert chunk(step) and count(step, aten.tanh.default) == count(step, aten.sin.default) == 1
-
