@@ -31,7 +31,9 @@ there whatever is chosen. r_o = 0 where o may not run again (random numbers, col
 what is overwritten). The linear program bounds well: memory at p is at least max(k_u, a_xp).
 
 Equal layers share decisions, in groups of halving size, so that any number of layers can have
-them and the program compiles few distinct pieces; the chains of each are written out apart.
+them and the program compiles few distinct pieces. Each of the k, a, b and d is the least that its rows ask for; so one
+of them is all that have the same rows (`_least`), as the values of equal layers do, and chains at as many layers from
+where they begin.
 
 Only those positions are written out for which `solve` has a slack.
 """
@@ -54,6 +56,8 @@ from .rematerialization import NEVER, Problem, latest_runs
 NODES = 100  # of the search tree for one solution
 SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
+
+Terms = tuple[tuple[float, int], ...]  # factors of columns
 
 
 @contextlib.contextmanager
@@ -78,6 +82,7 @@ class Rows:
     column: list[int] = field(default_factory=list)
     entry: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
+    known: set[tuple[float, Terms]] = field(default_factory=set)
 
     def add(self, low: float, terms: Iterable[tuple[float, int]]) -> None:
         for entry, column in terms:
@@ -85,6 +90,12 @@ class Rows:
             self.column.append(column)
             self.entry.append(entry)
         self.low.append(low)
+
+    def once(self, low: float, terms: Iterable[tuple[float, int]]) -> None:
+        """The same unless the row is there."""
+        if (row := (low, tuple(terms))) not in self.known:
+            self.known.add(row)
+            self.add(*row)
 
     def matrix(self, columns: int) -> Any:
         from scipy.sparse import coo_array
@@ -101,22 +112,14 @@ class Program:
 
     def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf, strict: bool = False):
         self.problem, self.strict = problem, strict
-        columns: dict[Any, int] = {}
-
-        def column(*key: Any) -> int:
-            return columns.setdefault(key, len(columns))
-
+        self.columns: dict[Any, int] = {}  # by what the variable is, or the rows that it is the least for
         # The variable r of each operation; None if it may not run again.
-        self.run = [column("again", g) if o.again else None
+        self.run = [self._column("again", g) if o.again else None
                     for g, o in zip(groups, problem.operations)]
         self.pack: list[dict[int, Packed]] = [{} for _ in problem.values]  # by variable c
         for g, o in zip(groups, problem.operations):
             for place, v in enumerate(o.makes):
-                self.pack[v] = {column("pack", g, place, p.form): p for p in problem.values[v].packed}
-        self.kept = len(columns)  # the variable k of value 0
-        self.differs = self.kept + len(problem.values)  # its variable d
-        lossy = any(p.lossy for ways in self.pack for p in ways.values())
-        self.peak = self.differs + len(problem.values) * lossy
+                self.pack[v] = {self._column("pack", g, place, p.form): p for p in problem.values[v].packed}
         self.unit = float(max(problem.live, default=1) or 1)  # bytes
         self.first = [min((problem.values[v].first for v in o.makes), default=NEVER)
                       for o in problem.operations]
@@ -126,17 +129,31 @@ class Program:
                 for u in operation.reads:
                     self.readers[u].append(x)
         self.rows = Rows()
+        self.kept: list[int | None] = []  # the variable k of each value; None if no row asks for it
+        self._available()
+        if any(p.lossy for ways in self.pack for p in ways.values()):
+            self._differences()
+        self.peak = self._column("peak")
         self.chains: dict[tuple[str, int, int], int] = {}  # the variables a and b
         self.fits: dict[int, int] = {}  # the row of each position that is written out
-        self._available()
-        if lossy:
-            self._differences()
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
             self.rows.add(-at_most / self.total, ((-share, column) for share, column in self._shares()))
         latest = latest_runs(problem.values, problem.operations)
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
+
+    def _column(self, *key: Any) -> int:
+        return self.columns.setdefault(key, len(self.columns))
+
+    def _least(self, rows: Iterable[tuple[float, Terms]]) -> int | None:
+        """The variable that is as small as these `rows` (low, terms) let it be: itself + terms ≥ low. None if it can be 0."""
+        rows = dict.fromkeys(rows)
+        if rows and (key := frozenset(rows)) not in self.columns:
+            self.columns[key] = len(self.columns)
+            for low, terms in rows:
+                self.rows.add(low, ((1, self.columns[key]), *terms))
+        return self.columns[key] if rows else None
 
     def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
@@ -154,7 +171,7 @@ class Program:
         low = np.array(self.rows.low)
         for position, less in slack.items():
             low[self.fits[position]] += less / self.unit
-        columns = self.peak + 1 + len(self.chains)
+        columns = len(self.columns)
         cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
         integral[:self.peak] = not relaxed
         upper[self.peak] = np.inf if limit is None else limit / self.unit
@@ -165,7 +182,7 @@ class Program:
                          options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS})
         if found.x is None:
             return None
-        chosen = {i for i in range(self.kept) if found.x[i] > 0.5}
+        chosen = {i for i in range(self.peak) if found.x[i] > 0.5}
         again = frozenset(o for o, r in enumerate(self.run) if r in chosen)
         packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
         return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
@@ -192,39 +209,41 @@ class Program:
 
     def _available(self) -> None:
         for v, value in enumerate(self.problem.values):
-            kept, made = [(1, self.kept + v)], self._term(value.operation)
-            packed = [(1, c) for c in self.pack[v]]
-            if value.needed:
-                self.rows.add(1, [*kept, *made, *packed])
-            restored = [(1, c) for c, p in self.pack[v].items() if p.restores]
-            for x in self.readers[v]:
-                self.rows.add(0, [*kept, *made, *restored, (-1, self.run[x])])
+            made, packed = self._term(value.operation), tuple((1.0, c) for c in self.pack[v])
+            restored = tuple((1.0, c) for c, p in self.pack[v].items() if p.restores)
+            rows = [(1.0, (*made, *packed))] if value.needed else []
+            rows += [(0.0, (*made, *restored, (-1.0, self.run[x]))) for x in self.readers[v]]
+            self.kept.append(k := self._least(rows))
+            kept: Terms = () if k is None else ((1.0, k),)
             if self.strict and made:
-                self.rows.add(-1, [(-1, column) for _, column in (*kept, *made, *packed)])
+                self._at_most_one(*kept, *made, *packed)
             elif packed:
-                for other in (kept, made):
-                    self.rows.add(-1, [(-1, column) for _, column in (*packed, *other)])
+                self._at_most_one(*kept, *packed)
+                self._at_most_one(*made, *packed)
 
-    def _term(self, operation: int) -> list[tuple[float, int]]:
+    def _at_most_one(self, *terms: tuple[float, int]) -> None:
+        self.rows.once(-1, ((-factor, column) for factor, column in terms))
+
+    def _term(self, operation: int) -> Terms:
         r = self.run[operation]
-        return [] if r is None else [(1, r)]
+        return () if r is None else ((1.0, r),)
 
     def _differences(self) -> None:
-        d, add = self.differs, self.rows.add
-        for v, value in enumerate(self.problem.values):
-            add(0, [(1, d + v), *((-1, c) for c, p in self.pack[v].items() if p.lossy)])
-            if value.exact:
-                add(0, [(-1, d + v)])
+        differs: list[int | None] = [None] * len(self.problem.values)  # the variable d of each value; None if it cannot differ
         for o, operation in enumerate(self.problem.operations):
-            if (r := self.run[o]) is None:
-                continue
-            for u in operation.reads:
-                for v in operation.makes:
-                    add(-1, [(1, d + v), (-1, d + u), (-1, r)])
+            r = self.run[o]
+            by = [(-1.0, ((-1.0, differs[u]), (-1.0, r))) for u in operation.reads if differs[u] is not None and r is not None]
+            for v in operation.makes:
+                lossy = tuple((-1.0, c) for c, p in self.pack[v].items() if p.lossy)
+                differs[v] = d = self._least([*by, *([(0.0, lossy)] if lossy else [])])
+                if d is not None and self.problem.values[v].exact:
+                    self.rows.once(0, [(-1.0, d)])
             for u in operation.exact:
-                add(-1, [(-1, d + u), (-1, r)])
+                if differs[u] is not None and r is not None:
+                    self._at_most_one((1.0, differs[u]), (1.0, r))
         for v, o in self.problem.together:
-            add(0, [*self._term(o), (-1, d + v)])
+            if differs[v] is not None:
+                self.rows.once(0, [*self._term(o), (-1.0, differs[v])])
 
     def _chains(self, position: int) -> None:
         """Operations that have run again by `position` because another has, last ones first."""
@@ -233,24 +252,18 @@ class Program:
             runs = self.run[o] is not None and self.first[o] > position
             if operation.position > position:
                 continue
+            asked: list[tuple[float, Terms]] = []  # rows of a
             for u in operation.makes:
                 if not (runs or self.pack[u] and self.problem.values[u].first > position):
                     continue
-                by = [b for x in self.readers[u] if (b := self._by(x, position)) is not None]
-                if by and self.pack[u]:
-                    back = self._chain("back", u, position)
-                    for reader in by:
-                        self.rows.add(0, [(1, back), (1, self.kept + u), (-1, reader)])
-                    if runs:
-                        self.rows.add(0, [(1, self._chain("again", o, position)), (-1, back),
-                                          *((1, c) for c in self.pack[u])])
-                else:
-                    for reader in by:
-                        self.rows.add(0, [(1, self._chain("again", o, position)),
-                                          (1, self.kept + u), (-1, reader)])
-
-    def _chain(self, kind: str, number: int, position: int) -> int:
-        return self.chains.setdefault((kind, number, position), self.peak + 1 + len(self.chains))
+                rows = [(0.0, ((1.0, self.kept[u]), (-1.0, b)))
+                        for x in self.readers[u] if (b := self._by(x, position)) is not None]
+                if rows and self.pack[u]:
+                    self.chains["back", u, position] = back = self._least(rows)
+                    rows = [(0.0, ((-1.0, back), *((1.0, c) for c in self.pack[u])))]
+                asked += rows
+            if runs and asked:
+                self.chains["again", o, position] = self._least(asked)
 
     def _by(self, x: int, position: int) -> int | None:
         """The variable that says whether x has run again by `position`; None if it cannot have."""
@@ -271,12 +284,12 @@ class Program:
                     if self.run[value.operation] is None and not packed:
                         continue  # alive as it is
                     fixed -= value.nbytes
-                    terms.append((-size, self.kept + v))
+                    terms.append((-size, self.kept[v]))
                     key = ("back", v) if packed else ("again", value.operation)
                     if (chain := self.chains.get((*key, position))) is not None:
                         terms.append((-size, chain))
                 elif position <= self.until[v] and (not value.needed or value.final < position):
-                    terms.append((-size, self.kept + v))  # only as an operand of what runs again
+                    terms.append((-size, self.kept[v]))  # only as an operand of what runs again
             if in_gap or not value.needed and position <= self.until[v]:
                 terms += [(-p.nbytes / self.unit, c) for c, p in packed.items()]
         self.fits[position] = len(self.rows.low)

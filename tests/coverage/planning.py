@@ -1,6 +1,6 @@
 """What plans take of one core: six models, several budgets each and the smallest peak, as a table.
 
-    python tests/coverage/planning.py [--only NAME ...] [--compress int4]
+    python tests/coverage/planning.py [--only NAME ...] [--compress int4] [--lowering inductor]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Found(Exception):
     """The problem is there; what would be done with it is not wanted."""
 
 
-def problem(name: str, compress: str | None) -> tuple[Problem, Any]:
+def problem(name: str, compress: str | None, lowering: str) -> tuple[Problem, Any]:
     """What the planner is asked about the step of a model, and the groups of its operators."""
     def asked(found: Problem, limit: int, groups: Any, at_most: float) -> None:
         raise _Found(found, groups)
@@ -32,7 +32,7 @@ def problem(name: str, compress: str | None) -> tuple[Problem, Any]:
     step, batch, _ = budget.make_step(name)
     with mock.patch.object(planner, "cheapest", asked):
         try:
-            memopt.explain(step, *batch, lowering="eager", compress=compress, memory_budget=0.5)
+            memopt.explain(step, *batch, lowering=lowering, compress=compress, memory_budget=0.5)
         except memopt.MemoptError as error:
             return error.__cause__.args
     raise AssertionError("the step fits")
@@ -42,10 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(budget.MODELS), choices=list(budget.MODELS))
     parser.add_argument("--compress", choices=("int8", "int4", "auto"))
+    parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
     given = parser.parse_args()
     rows = []
     for name in given.only:
-        found, groups = problem(name, given.compress)
+        found, groups = problem(name, given.compress, given.lowering)
         peak, taken = max(found.live), []
         for share in SHARES:
             start = time.process_time()
