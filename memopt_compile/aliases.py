@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -20,14 +20,15 @@ UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
 
 
 Places = tuple[tuple[int, str], ...]
+Found = TypeVar("Found")
 
 
-def _once(find: Callable[[Any], Places]) -> Callable[[Any], Places]:
+def once(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
     """`find`, asked once for each operator. By identity: an operator's hash is a function of Python's, and every pass
     asks for every node."""
-    known: dict[int, tuple[Any, Places]] = {}
+    known: dict[int, tuple[Any, Found]] = {}
 
-    def found(target: Any) -> Places:
+    def found(target: Any) -> Found:
         if (entry := known.get(id(target))) is None:
             entry = known[id(target)] = target, find(target)  # kept with its operator, so that no other has its id
         return entry[1]
@@ -60,13 +61,13 @@ def viewed(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-@_once
+@once
 def _written(target: Any) -> Places:
     return tuple((i, argument.name) for i, argument in enumerate(target._schema.arguments)
                  if argument.alias_info is not None and argument.alias_info.is_write)
 
 
-@_once
+@once
 def _shared(target: Any) -> Places:
     schema = target._schema
     returned = set().union(*(r.alias_info.before_set for r in schema.returns

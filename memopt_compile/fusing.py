@@ -28,10 +28,11 @@ def unmade_bytes(step: StepGraph) -> list[int]:
     order, life = list(step.computing()), lifetimes(step.graph)
     last = {root: i for i, node in enumerate(order) for root in life.touched[node]}
     last.update(dict.fromkeys(life.kept, len(order)))
+    fusing = set(filter(fuses, order))
     end, until = [len(order)] * len(order), len(order)  # before which operator a loop that begins here has to end
     for i, node in reversed(list(enumerate(order))):
         end[i] = until
-        until = until if _joins(node) else i
+        until = until if node in fusing or _joins(node) else i
     less = [0] * (len(order) + 1)
 
     def alive(size: int, first: int, final: int) -> None:
@@ -40,7 +41,7 @@ def unmade_bytes(step: StepGraph) -> list[int]:
 
     late, unmade = dict(last), set[fx.Node]()
     for i, node in reversed(list(enumerate(order))):
-        if step.phase(node) is Phase.FORWARD or aliased_args(node) or not fuses(node) or not (size := life.size.get(node, 0)):
+        if step.phase(node) is Phase.FORWARD or aliased_args(node) or node not in fusing or not (size := life.size.get(node, 0)):
             continue
         if late[node] < end[i]:
             unmade.add(node)
@@ -57,7 +58,7 @@ def unmade_bytes(step: StepGraph) -> list[int]:
 
 
 def _joins(node: fx.Node) -> bool:
-    return fuses(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is torch.ops.aten.copy_.default
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is torch.ops.aten.copy_.default
 
 
 def _geometry(node: fx.Node) -> tuple:

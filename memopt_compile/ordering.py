@@ -15,10 +15,12 @@ Safe orders are those in which
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .aliases import once
 from .arena import WINDOW
 from .checks import is_check
 from .liveness import Lifetimes, Workspace, live_bytes, no_workspace
@@ -84,17 +86,30 @@ def predecessors(step: StepGraph, free: Container[Phase] = ()) -> dict[fx.Node, 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers, or may: PyTorch's operators say so, those of others and
     those with a body of their own (`torch.cond`) do not. An attention without dropout only could."""
-    namespace = getattr(node.target, "namespace", None)
-    if namespace not in (None, *OF_TORCH, COLLECTIVES) and str(node.target) not in DRAW_NOTHING:
+    if _is_foreign(node.target):
         return True
-    if not (isinstance(node.target, OPERATOR)
-            and torch.Tag.nondeterministic_seeded in node.target.tags):
+    if not _draws(node.target):
         return False
     arguments = [a.name for a in node.target._schema.arguments]
     if "dropout_p" not in arguments:
         return True
     given = dict(zip(arguments, node.args), **node.kwargs)
     return given.get("dropout_p", 0.0) != 0.0
+
+
+@once
+def _is_foreign(target: Any) -> bool:
+    return getattr(target, "namespace", None) not in (None, *OF_TORCH, COLLECTIVES) and str(target) not in DRAW_NOTHING
+
+
+@once
+def _draws(target: Any) -> bool:
+    return isinstance(target, OPERATOR) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+@once
+def _is_fused(target: Any) -> bool:
+    return torch.Tag.pointwise in target.tags or target._schema.name in FUSED
 
 
 def weight(order: list[fx.Node], life: Lifetimes,
@@ -116,8 +131,7 @@ def fuses(node: fx.Node) -> bool:
         return False
     if is_random(node) or node.target is WAIT:
         return False
-    return (torch.Tag.pointwise in node.target.tags or node.target._schema.name in FUSED
-            or bool(aliased_args(node)))
+    return _is_fused(node.target) or bool(aliased_args(node))
 
 
 def reduces_little(node: fx.Node) -> bool:

@@ -87,12 +87,18 @@ def through(products: Iterable[fx.Node], rows: int) -> Iterator[tuple[fx.Node, R
     begins = {(n.target, n.args) for n in known}
     behind: set[fx.Node] = set()  # what needs a result
     again: set[fx.Node] = set()
+    reached = {user for n in known for user in n.users}
     node = min(known)
     while (node := node.next).op != "root":
-        if node.target in PRODUCTS and node not in known and (node.target, node.args) in begins or not again.isdisjoint(node.all_input_nodes):
+        twice = node.target in PRODUCTS and node not in known and (node.target, node.args) in begins
+        if not twice and node not in reached:
+            continue
+        reached.update(node.users)
+        given = node.all_input_nodes
+        if twice or not again.isdisjoint(given):
             again.add(node)
-        mine = [a for a in node.all_input_nodes if a in known]
-        late = any(a in behind for a in node.all_input_nodes)
+        mine = [a for a in given if a in known]
+        late = not behind.isdisjoint(given)
         found = rule(node, known, rows) if mine and node not in again else None
         if mine or late:
             yield node, found, mine, late

@@ -29,6 +29,7 @@ products, cut. Numbers: equal but for the order of sums.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.liveness import Timeline, no_workspace, timeline
 from memopt_compile.ordering import fuses, reduces_little
 from memopt_compile.row_classes import classes_last
 from memopt_compile.row_loops import loops_joined
@@ -56,6 +57,7 @@ from memopt_compile.step_pass import Numerics, StepPass
 aten = torch.ops.aten
 NLL, BINARY = aten.nll_loss_forward.default, aten.binary_cross_entropy_with_logits.default
 SHORT = (torch.bfloat16, torch.float16)
+REMEMBERED = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -80,21 +82,41 @@ class ChunkLogits(StepPass):
         if start.peak_bytes <= self.peak_bytes or step.plan is not None and step.plan.fits:
             return
         best, lowest = None, (start.transient_peak_bytes, 0)
-        ready = prepared(step.copy())
+        ready, weights = None, _weights(step, start)
         for parts in self.parts:  # rule 6
-            twin = ready.copy()
-            written = set(chunked(twin, parts))
-            if first_stale_read(twin.graph):  # a weight is updated where a part would be computed too late, or too early
+            if parts not in weights:
+                ready = ready or prepared(step.copy())
+                weights[parts] = _weight(ready.copy(), parts, costs)
+            if (weight := weights[parts]) is None:
                 continue
-            points = timeline(twin, costs).points
-            inside = max((p.live_bytes for p in points if p.node in written), default=0)
-            weight = max(p.live_bytes for p in points), inside
             if weight < lowest:
                 best, lowest = parts, weight
-            if inside + start.resident_bytes <= self.peak_bytes:
+            if weight[1] + start.resident_bytes <= self.peak_bytes:
                 break
         if best is not None:
             chunked(prepared(step), best)
+
+
+def _weight(step: StepGraph, parts: int, costs: Any) -> tuple[int, int] | None:
+    """Transient peaks of `step` in so many parts, all of it and inside of the parts; None if it cannot be."""
+    written = set(chunked(step, parts))
+    if first_stale_read(step.graph):  # a weight is updated where a part would be computed too late, or too early
+        return None
+    points = timeline(step, costs).points
+    return max(p.live_bytes for p in points), max((p.live_bytes for p in points if p.node in written), default=0)
+
+
+_known: dict[bytes, dict[int, tuple[int, int] | None]] = {}
+
+
+def _weights(step: StepGraph, start: Timeline) -> dict[int, tuple[int, int] | None]:
+    """What `_weight` said of `step` by parts: each limit that a budget comes by asks for the same step again."""
+    text = "".join(f"{p.node.name} {p.node.target} {p.node.args} {p.node.kwargs} {p.live_bytes};" for p in start.points)
+    key = hashlib.sha256(text.encode()).digest()
+    known = _known[key] = _known.pop(key, {})
+    if len(_known) > REMEMBERED:
+        del _known[next(iter(_known))]
+    return known
 
 
 def chunked(step: StepGraph, parts: int) -> list[fx.Node]:
