@@ -280,7 +280,8 @@ def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], va
             nonlocal highest
             for place in given_away[name]:
                 owners.give(given[place])
-            results = calls[name](given)
+            # A view, of what was written over say, holds what it is of; Inductor's own do not.
+            results = [r.detach() if isinstance(r, Tensor) else r for r in calls[name](given)]
             owners.add(results)
             if seen.peak_bytes > highest.bytes:
                 highest = _Peak(seen.peak_bytes, name)
