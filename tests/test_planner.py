@@ -25,6 +25,7 @@ from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E4
 from memopt_compile.passes.replay_dropout import ReplayDropout  # noqa: E402
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
 from memopt_compile.planning import planner  # noqa: E402
+from memopt_compile.planning.integer_program import Program  # noqa: E402
 from memopt_compile.planning.rematerialization import Means, problem, simulate  # noqa: E402
 from memopt_compile.reporting import explaining  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
@@ -201,6 +202,52 @@ def test_equal_layers_are_decided_together():
     assert first == [n - size for n in second] and second == third  # beside the first there are no gradients yet
     assert len(alone) == 4 and all(number[o] == o for o in alone)  # the losses
     assert not several.operations[-1].again  # the loss that the step returns
+
+
+class Apart(Program):
+    """With a variable of its own for each value and each position of each chain."""
+
+    def _least(self, rows):
+        rows = dict.fromkeys(rows)
+        if not rows:
+            return None
+        own = self._column(object())
+        for low, terms in rows:
+            self.rows.add(low, ((1, own), *terms))
+        return own
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("compress", [None, "auto"])
+def test_equal_values_share_variables_and_nothing_is_lost(name, compress):
+    """A program that is not strict allows more than can be done: what runs again in some layers is kept in others."""
+    found = problem(prepared(name), roofline("cpu"), means=Means(compress=compress))
+    apart, shared, loose = Apart(found, groups(found), strict=True), *(
+        Program(found, groups(found), strict=strict) for strict in (True, False))
+    slack = dict.fromkeys(planner._positions(found), 0)
+    least = [program.solve(slack, None, 0.0)[3] for program in (apart, shared, loose)]
+    assert least[1] == pytest.approx(least[0], rel=1e-4) and least[2] <= least[1] * (1 + 1e-4)
+    for share in (0.3, 0.7):
+        limit = int(least[0] + share * (max(found.live) - least[0]))
+        plans = [program.solve(slack, limit, 0.0) for program in (apart, shared, loose)]
+        one, other, lower = (found.cost(*plan[:2]) for plan in plans)
+        gap = 1e-3 + max(plan[2] for plan in plans)  # formats of equal cost are chosen by their errors
+        assert other == pytest.approx(one, rel=gap) and lower <= other * (1 + gap)
+    assert len(shared.columns) < len(apart.columns)
+
+
+def test_rows_of_a_program_grow_with_what_is_different_in_it():
+    """Of three times as many equal layers few differ."""
+    def rows(times):
+        model = nn.Sequential(*stack(lambda: nn.Linear(32, 32), nn.GELU, times=times), nn.Linear(32, 4)).double()
+        step = training_step(model, torch.optim.SGD, batch=64)
+        for each in (Canonicalize(), ReleaseGradients(), ScheduleForPeak()):
+            each.run(step)
+        found = problem(step, roofline("cpu"))
+        return [len(kind(found, groups(found)).rows.low) for kind in (Program, Apart)]
+
+    (few, apart), (many, more) = rows(8), rows(24)
+    assert many - few <= 0.5 * (more - apart)
 
 
 def numbers(found):
