@@ -82,7 +82,7 @@ class ChunkLogits(StepPass):
         if start.peak_bytes <= self.peak_bytes or step.plan is not None and step.plan.fits:
             return
         best, lowest = None, (start.transient_peak_bytes, 0)
-        ready, weights = None, _weights(step, start)
+        ready, weights = None, _weights(start, costs)
         for parts in self.parts:  # rule 6
             if parts not in weights:
                 ready = ready or prepared(step.copy())
@@ -109,10 +109,10 @@ def _weight(step: StepGraph, parts: int, costs: Any) -> tuple[int, int] | None:
 _known: dict[bytes, dict[int, tuple[int, int] | None]] = {}
 
 
-def _weights(step: StepGraph, start: Timeline) -> dict[int, tuple[int, int] | None]:
-    """What `_weight` said of `step` by parts: each limit that a budget comes by asks for the same step again."""
+def _weights(start: Timeline, costs: Any) -> dict[int, tuple[int, int] | None]:
+    """What `_weight` said by parts of the step of `start`: each limit that a budget comes by asks for the same step again."""
     text = "".join(f"{p.node.name} {p.node.target} {p.node.args} {p.node.kwargs} {p.live_bytes};" for p in start.points)
-    key = hashlib.sha256(text.encode()).digest()
+    key = hashlib.sha256(f"{hasattr(costs, 'fused')} {text}".encode()).digest()
     known = _known[key] = _known.pop(key, {})
     if len(_known) > REMEMBERED:
         del _known[next(iter(_known))]

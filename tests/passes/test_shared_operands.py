@@ -1,5 +1,7 @@
 """Rule 7 of `chunk_logits`: what forward reads and backward would make again is one where both are in parts."""
 
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 from graphs import by_hand, gradient, outcome, seed, values_for
@@ -7,6 +9,7 @@ from graphs import by_hand, gradient, outcome, seed, values_for
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
 from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes import chunk_logits
 from memopt_compile.passes.chunk_logits import ChunkLogits
 
 aten = torch.ops.aten
@@ -46,3 +49,16 @@ def test_hidden_states_and_weight_are_made_once():
     step = layer_that_makes_again()
     assert count(step, aten.tanh.default) == count(step, aten.sin.default) == 2
     assert chunk(step) and count(step, aten.tanh.default) == count(step, aten.sin.default) == 1
+
+
+def test_parts_are_weighed_once_for_all_limits_and_anew_where_the_step_is_another():
+    step = layer_that_makes_again()
+    peak = timeline(step).peak_bytes
+    with (mock.patch.dict(chunk_logits._known, clear=True),
+          mock.patch.object(chunk_logits, "_weight", wraps=chunk_logits._weight) as weighed):
+        for limit in (0, peak // 2, peak - 1):
+            ChunkLogits(limit, (2, 4)).run(step.copy())
+        assert weighed.call_count == 2
+        step.replace(*step.graph.find_nodes(op="call_function", target=aten.tanh.default)[::-1])
+        ChunkLogits(0, (2, 4)).run(step)
+        assert weighed.call_count == 4
