@@ -148,12 +148,13 @@ class Program:
 
     def _least(self, rows: Iterable[tuple[float, Terms]]) -> int | None:
         """The variable that is as small as these `rows` (low, terms) let it be: itself + terms ≥ low. None if it can be 0."""
-        rows = dict.fromkeys(rows)
-        if rows and (key := frozenset(rows)) not in self.columns:
+        if not (rows := dict.fromkeys(rows)):
+            return None
+        if (key := frozenset(rows)) not in self.columns:
             self.columns[key] = len(self.columns)
             for low, terms in rows:
                 self.rows.add(low, ((1, self.columns[key]), *terms))
-        return self.columns[key] if rows else None
+        return self.columns[key]
 
     def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:

@@ -8,8 +8,8 @@ from graphs import by_hand, gradient, outcome, seed, values_for
 
 from memopt_compile.backends import eager
 from memopt_compile.liveness import timeline
-from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes import chunk_logits
+from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.chunk_logits import ChunkLogits
 
 aten = torch.ops.aten
