@@ -166,7 +166,7 @@ def test_the_smallest_is_looked_for_once_however_many_limits_are_asked_for_in_be
 
 @pytest.mark.parametrize("name", ["linear", "attention"])
 def test_the_smallest_is_near_that_of_all_choices(name):
-    """Although its search takes the first solution that the solver comes by."""
+    """Although its search ends after some nodes, and knows of bursts only by holding what it knows to less."""
     found = problem(prepared(name), roofline("cpu"))
     able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
                   key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
@@ -234,6 +234,21 @@ def test_equal_values_share_variables_and_nothing_is_lost(name, compress):
         gap = 1e-3 + max(plan[2] for plan in plans)  # formats of equal cost are chosen by their errors
         assert other == pytest.approx(one, rel=gap) and lower <= other * (1 + gap)
     assert len(shared.columns) < len(apart.columns)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("compress", [None, "auto"])
+def test_what_is_ruled_out_is_in_no_faster_plan(name, compress):
+    found, out = problem(prepared(name), roofline("cpu"), means=Means(compress=compress)), 0
+    slack = dict.fromkeys(planner._positions(found), 0)
+    for share in (0.8, 0.65, 0.5):
+        model = Program(found, groups(found))
+        limit = int(model.solve(slack, None, 0.0)[3] / share)
+        best, rough = (model.solve(slack, limit, gap) for gap in (0.0, planner.COARSE))
+        model.rule_out(slack, limit, found.cost(*rough[:2]), sum(p.error for p in rough[1].values()))
+        assert found.cost(*model.solve(slack, limit, 0.0)[:2]) == pytest.approx(found.cost(*best[:2]), rel=1e-3)
+        out += len(model.out)
+    assert out
 
 
 def test_rows_of_a_program_grow_with_what_is_different_in_it():

@@ -35,7 +35,8 @@ them and the program compiles few distinct pieces. Each of the k, a, b and d is 
 of them is all that have the same rows (`_least`), as the values of equal layers do, and chains at as many layers from
 where they begin.
 
-Only those positions are written out for which `solve` has a slack.
+Only those positions are written out for which `solve` has a slack. Once a plan is known, decisions that no faster one can
+have (`rule_out`, by reduced costs) are taken out.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from .packing import Packed
 from .rematerialization import NEVER, Problem, latest_runs
 
 NODES = 100  # of the search tree for one solution
+PEAK_NODES = 50  # the same for the smallest peak, of which good solutions come early
 SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
 
@@ -136,6 +138,7 @@ class Program:
         self.peak = self._column("peak")
         self.chains: dict[tuple[str, int, int], int] = {}  # the variables a and b
         self.fits: dict[int, int] = {}  # the row of each position that is written out
+        self.out: dict[int, int] = {}  # decisions, and what they are in every plan that is wanted
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
             self.rows.add(-at_most / self.total, ((-share, column) for share, column in self._shares()))
@@ -156,15 +159,49 @@ class Program:
                 self.rows.add(low, ((1, self.columns[key]), *terms))
         return self.columns[key]
 
-    def solve(self, slack: dict[int, int], limit: int | None, gap: float, relaxed: bool = False
+    def solve(self, slack: dict[int, int], limit: int | None, gap: float
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
         """(operations to run again, values to pack, gap, modelled peak bytes), or None if nothing fits.
 
-        Without a `limit` the peak is minimized; `relaxed` allows fractions of decisions.
+        Without a `limit` the peak is minimized.
         """
         # Half a second, of steps with a budget only.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        cost, least, most, rows, low = self._written(slack, limit)
+        for column, value in self.out.items():
+            least[column] = most[column] = value
+        integral = np.zeros(len(cost))
+        integral[:self.peak] = 1
+        with _silent():
+            found = milp(cost, integrality=integral, bounds=Bounds(least, most), constraints=LinearConstraint(rows, lb=low),
+                         options={"mip_rel_gap": gap, "node_limit": PEAK_NODES if limit is None else NODES, "time_limit": SECONDS})
+        if found.x is None:
+            return None
+        chosen = {i for i in range(self.peak) if found.x[i] > 0.5}
+        again = frozenset(o for o, r in enumerate(self.run) if r in chosen)
+        packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
+        return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
+
+    def rule_out(self, slack: dict[int, int], limit: int, seconds: float, error: float) -> None:
+        """Of a limit that a plan of so many seconds and so much error fits: leave out every decision without which, or with
+        which, the relaxed program is slower than that plan already, by its reduced cost."""
+        from scipy.optimize import linprog
+
+        cost, least, most, rows, low = self._written(slack, limit)
+        with _silent():
+            relaxed = linprog(cost, -rows, -low, bounds=np.stack([least, most], axis=1))
+        if relaxed.x is None:
+            return
+        known = seconds / self.total + TINY * error + cost[self.peak] * most[self.peak]
+        for column in range(self.peak):
+            if relaxed.lower.marginals[column] > known - relaxed.fun:
+                self.out[column] = 0
+            elif -relaxed.upper.marginals[column] > known - relaxed.fun:
+                self.out[column] = 1
+
+    def _written(self, slack: dict[int, int], limit: int | None) -> tuple[Any, ...]:
+        """(cost, least and most of each column, rows, their lower bounds) with the positions of `slack`."""
         for position in slack:
             if position not in self.fits:
                 self._chains(position)
@@ -173,20 +210,10 @@ class Program:
         for position, less in slack.items():
             low[self.fits[position]] += less / self.unit
         columns = len(self.columns)
-        cost, upper, integral = np.zeros(columns), np.ones(columns), np.zeros(columns)
-        integral[:self.peak] = not relaxed
-        upper[self.peak] = np.inf if limit is None else limit / self.unit
+        cost, most = np.zeros(columns), np.ones(columns)
+        most[self.peak] = np.inf if limit is None else limit / self.unit
         self._objective(cost, limit is None)
-        with _silent():
-            found = milp(cost, integrality=integral, bounds=Bounds(0, upper),
-                         constraints=LinearConstraint(self.rows.matrix(columns), lb=low),
-                         options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS})
-        if found.x is None:
-            return None
-        chosen = {i for i in range(self.peak) if found.x[i] > 0.5}
-        again = frozenset(o for o, r in enumerate(self.run) if r in chosen)
-        packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
-        return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
+        return cost, np.zeros(columns), most, self.rows.matrix(columns), low
 
     def _shares(self) -> Iterator[tuple[float, int]]:
         """The seconds of each r and c, as a share of those of all operations; once for each operation."""

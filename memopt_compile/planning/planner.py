@@ -7,6 +7,7 @@ chain of recomputations itself is what overflows, held to as much less; then it 
 proves the gap of its last solution. Where a plan overflows by more than `BURST` no position is what is missing: then it
 is changed until it fits (`mending`), which is faster than to solve a large program to its end that does not know why. The
 gap is then that of the program's bound for the first solution. Either way what comes out fits by simulation, not by the model.
+For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from .rematerialization import Problem, fingerprint, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
-PROBES = 6  # of them to find out whether a limit can be kept at all
+PROBES = 6  # of them to find the smallest peak
 FEW = 2  # the same beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 SMALL = 5000  # rows of a program that is solved to its end even so
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
-GAP = 0.005
+GAP = 0.01
 COARSE = 0.1  # the gap for a first look
-FIRST = 1.0  # the same if any solution will do, as for the smallest peak: proving one to be fast takes most of the time
+FIRST = 1.0  # the same if any solution will do: proving one to be fast takes most of the time
 
 _found: dict[bytes, tuple[Solution, dict[int, str]] | None] = {}  # by what was asked, in the order of the last use
 
@@ -76,6 +77,8 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     if rough.peak_bytes > limit * (1 + BURST):
         tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
     if len(tries) == 1 or len(model.rows.low) <= SMALL:
+        if rough.peak_bytes <= limit:
+            model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
         fine = _nearest(model, limit, slack, GAP)
         if fine and fine.peak_bytes <= limit and len(tries) == 1:
             return fine
@@ -122,31 +125,29 @@ def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """The choice with the smallest transient peak that was found, to `RESOLUTION`.
-
-    The relaxed program bounds it from below; between that and the best so far limits are tried, the
-    low ones first.
-    """
+    """The choice with the smallest transient peak that was found: the program's, to `RESOLUTION` of it. Of its seconds nothing
+    is proved."""
     return _known(("smallest",), problem, groups, lambda: _smallest(problem, groups))  # type: ignore[return-value]
 
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model = Program(problem, groups, strict=True)
-    relaxed = model.solve(dict.fromkeys(_positions(problem), 0), None, GAP, relaxed=True)
-    low = relaxed[3] if relaxed else 0
-    while best.peak_bytes - low > RESOLUTION * best.peak_bytes:
-        middle = min(int((low * best.peak_bytes) ** 0.5), int(1.25 * low)) + 1
-        found = _nearest(model, middle, dict.fromkeys(_positions(problem), 0), FIRST, PROBES)
-        if model.strict and found and found.peak_bytes > middle * (1 + BURST):
-            model = Program(problem, groups)
-            continue
-        if found:
-            found = _mended(problem, groups, found, middle, found.seconds * (1 - found.gap)) or found
-        if found is None or found.peak_bytes > middle:
-            low = middle
-        if found and found.peak_bytes < best.peak_bytes:
-            best = found
+    best = Solution(frozenset(), max(problem.live, default=0), 0.0, 1.0)
+    model, slack = Program(problem, groups, strict=True), dict.fromkeys(_positions(problem), 0)
+    for _ in range(PROBES):
+        solved = model.solve(slack, None, RESOLUTION)
+        if solved is None:
+            break
+        again, packed, _, aim = solved
+        outcome = simulate(problem, again, packed)
+        found = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0, packed)
+        for limit in (aim, int((aim * found.peak_bytes) ** 0.5)):
+            if better := _mended(problem, groups, found, limit, 0.0):
+                found = better
+                break
+        best = min(best, found, key=lambda plan: plan.peak_bytes)
+        if best.peak_bytes <= aim * (1 + RESOLUTION):
+            break
+        _tighten(slack, outcome.live, outcome.at, aim)
     return best
 
 
