@@ -1,0 +1,210 @@
+"""Loops that are not the usual one, under budgets that bind: what they train is eager's, in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt_compile as memopt
+from memopt_compile import optim
+
+
+class Block(nn.Module):
+    """Pre-norm feed-forward with dropout and a skip."""
+
+    def __init__(self, width=32, dropout=0.0):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(self.narrow(F.gelu(self.wide(self.norm(x)))))
+
+
+class Convolution(nn.Module):
+    def __init__(self, channels=16, dropout=0.0):
+        super().__init__()
+        self.convolve, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(F.relu(self.norm(self.convolve(x))))
+
+
+def texts(dropout=0.0):
+    """A model, batches of a size, and the loss."""
+    model = nn.Sequential(nn.Embedding(300, 32), *[Block(dropout=dropout) for _ in range(4)], nn.Linear(32, 300))
+
+    def batch(size=8):
+        x = torch.randint(300, (size, 32))
+        return x, x.roll(-1, 1)
+
+    return model.double(), batch, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def images(dropout=0.0, dtype=torch.float64):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *[Convolution(dropout=dropout) for _ in range(4)],
+                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(dtype)
+
+    def batch(size=8):
+        return torch.randn(size, 3, 16, 16, dtype=dtype), torch.randint(10, (size,))
+
+    return model, batch, lambda x, y: F.cross_entropy(model(x), y)
+
+
+# AdamW would divide what rounding makes of a bias's gradient in front of a batch normalization by itself.
+SGD = partial(torch.optim.SGD, momentum=0.9)
+
+
+def plain(made, make_optimizer=torch.optim.AdamW):
+    model, batch, loss_of = made
+    opt = make_optimizer(model.parameters(), lr=1e-3)
+
+    def step(x, y, i):
+        loss = loss_of(x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return model, batch, step, None
+
+
+def in_parts(made, **settings):
+    """Two micro-batches, clipped, with a tied embedding; one gradient is kept as a copy."""
+    model, batch, loss_of = made
+    model[-1].weight = model[0].weight
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
+
+    def step(x, y, i):
+        total = 0.0
+        for part, targets in zip(x.chunk(2), y.chunk(2)):
+            loss = loss_of(part, targets) / 2
+            loss.backward()
+            total = total + loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        kept = model[1].wide.weight.grad.clone()
+        opt.step()
+        opt.zero_grad()
+        return total + norm + kept.sum()
+
+    return model, batch, step, None
+
+
+def scheduled(made):
+    """A learning rate that falls at every call; the last batch is a short one."""
+    model, batch, loss_of = made
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.7)
+
+    def step(x, y, i):
+        loss = loss_of(x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return model, lambda i: batch(5 if i == 5 else 8), step, schedule.step
+
+
+def folded(made):
+    """AdamA, two micro-batches."""
+    model, batch, loss_of = made
+    opt = optim.AdamA(model.parameters(), lr=1e-3)
+
+    def step(x, y, i):
+        total = 0.0
+        for part, targets in zip(x.chunk(2), y.chunk(2)):
+            loss = loss_of(part, targets) / 2
+            loss.backward()
+            total = total + loss.detach()
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    return model, batch, step, None
+
+
+def every_second(made):
+    """An update every second call."""
+    model, batch, loss_of = made
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x, y, i):
+        loss = loss_of(x, y)
+        loss.backward()
+        if i % 2:
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    return model, batch, step, None
+
+
+def checkpointed(made):
+    """Each block in a checkpoint of the user's."""
+    model, batch, _ = made
+
+    def loss_of(x, y):
+        hidden = model[0](x)
+        for block in model[1:-1]:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return F.cross_entropy(model[-1](hidden).flatten(0, 1), y.flatten())
+
+    return plain((model, batch, loss_of))
+
+
+LOOPS = {
+    "micro-batches, clipped, tied": (0.88, lambda: in_parts(texts())),
+    "the same, tensor by tensor": (0.88, lambda: in_parts(texts(), foreach=False)),
+    "schedule, short batch": (0.85, lambda: scheduled(texts())),
+    "AdamA": (0.85, lambda: folded(texts())),
+    "CAME": (0.85, lambda: plain(texts(), optim.CAME)),
+    "every second call": (0.88, lambda: every_second(texts())),
+    "checkpoints": (0.98, lambda: checkpointed(texts())),
+    "convolutions": (0.85, lambda: plain(images(), SGD)),
+    "dropout": (0.85, lambda: plain(texts(0.2))),
+    "convolutions with dropout, float32": (0.85, lambda: plain(images(0.2, torch.float32), SGD)),
+}
+
+
+def trained(name, **options):
+    """What each of six calls returned, the parameters, and the pairs of predicted and measured bytes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch, step, behind = LOOPS[name][1]()
+    run = memopt.compile(step, **options) if options else step
+    torch.manual_seed(1)
+    losses, peaks = [], set()
+    for i in range(6):
+        given = batch(i) if behind else batch()
+        torch.manual_seed(10 + i)
+        losses.append(run(*given, i))
+        if behind:
+            behind()
+        if options:
+            report = memopt.report(run)
+            peaks.add((report.predicted_peak_bytes, report.measured_peak_bytes))
+    return torch.stack(losses), [p.detach() for p in model.parameters()], peaks
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.table(3)
+def test_trained_as_without_a_budget(name, lowering):
+    """Noise is memopt's own, so that with dropout the step without a budget is what is compared with."""
+    share, random = LOOPS[name][0], "dropout" in name
+    free = trained(name, lowering=lowering)
+    losses, parameters, _ = free if random else trained(name)
+    budget = int(share * max(predicted for predicted, _ in free[2]))
+    kept = trained(name, lowering=lowering, memory_budget=budget)
+    assert max(measured for _, measured in kept[2]) <= budget < max(measured for _, measured in free[2])
+    assert all(abs(predicted / measured - 1) < 0.03 for predicted, measured in kept[2])
+    tolerance = 1e-12 if parameters[0].dtype == torch.float64 else 1e-6
+    for got in (free, kept):
+        torch.testing.assert_close(got[0], losses, rtol=tolerance, atol=tolerance)
+        for one, other in zip(got[1], parameters, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
