@@ -14,6 +14,7 @@ from memopt_compile.errors import PassError, VerifyError
 from memopt_compile.liveness import timeline
 from memopt_compile.options import Options, format_bytes
 from memopt_compile.passes.split_live_ranges import SplitLiveRanges
+from memopt_compile.planning import planner
 from memopt_compile.reporting.explaining import planned
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph
 from memopt_compile.step_pass import Numerics, PassRecord, StepPass
@@ -235,7 +236,10 @@ class Skipping(nn.Module):
 
 
 def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
-    """The planner looks for the smallest peak in steps, and passes behind a plan make less of some plans."""
+    """The planner finds the smallest peak to some percent, here to four, and passes behind a plan make less of some plans."""
+    smallest = planner.smallest
+    monkeypatch.setattr(planner, "smallest", lambda problem, groups: planner.cheapest(
+        problem, int(1.04 * smallest(problem, groups).peak_bytes), groups))
     torch.manual_seed(0)
     model = Skipping().double()
     opt = torch.optim.SGD(model.parameters(), 0.1)
@@ -257,10 +261,10 @@ def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
     tight = record.before.resident_bytes + 1000
     refused, least = found(tight)
     assert not refused.plan.fits and seen["recompute"].again == refused.plan.again
-    monkeypatch.setattr(pipelines, "NEARER", ())
-    _, once = found(tight)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(pipelines, "NEARER", ())
+        _, once = found(tight)
     assert least < once
-    monkeypatch.undo()
     kept, peak = found((least + once) // 2)
     assert peak <= (least + once) // 2 and kept.plan
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak") as refusal:
