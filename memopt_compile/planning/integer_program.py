@@ -184,8 +184,8 @@ class Program:
         return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
 
     def rule_out(self, slack: dict[int, int], limit: int, seconds: float, error: float) -> None:
-        """Of a limit that a plan of so many seconds and so much error fits: leave out every decision without which, or with
-        which, the relaxed program is slower than that plan already, by its reduced cost."""
+        """A plan of so many seconds and so much error fits `limit`. Decide what no faster one decides otherwise: with reduced
+        costs at least as large as that plan's distance from the relaxed program's optimum."""
         from scipy.optimize import linprog
 
         cost, least, most, rows, low = self._written(slack, limit)

@@ -125,13 +125,13 @@ def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """The choice with the smallest transient peak that was found: the program's, to `RESOLUTION` of it. Of its seconds nothing
-    is proved."""
+    """The choice with the smallest transient peak that was found, about `RESOLUTION` above what the program has. Of its seconds
+    nothing is proved (a gap of 1)."""
     return _known(("smallest",), problem, groups, lambda: _smallest(problem, groups))  # type: ignore[return-value]
 
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    best = Solution(frozenset(), max(problem.live, default=0), 0.0, 1.0)
+    best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
     model, slack = Program(problem, groups, strict=True), dict.fromkeys(_positions(problem), 0)
     for _ in range(PROBES):
         solved = model.solve(slack, None, RESOLUTION)
