@@ -38,7 +38,7 @@ def texts(dropout=0.0):
     """A model, batches of a size, and the loss."""
     model = nn.Sequential(nn.Embedding(300, 32), *[Block(dropout=dropout) for _ in range(4)], nn.Linear(32, 300))
 
-    def batch(size=8):
+    def batch(size):
         x = torch.randint(300, (size, 32))
         return x, x.roll(-1, 1)
 
@@ -49,97 +49,52 @@ def images(dropout=0.0, dtype=torch.float64):
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *[Convolution(dropout=dropout) for _ in range(4)],
                           nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(dtype)
 
-    def batch(size=8):
+    def batch(size):
         return torch.randn(size, 3, 16, 16, dtype=dtype), torch.randint(10, (size,))
 
     return model, batch, lambda x, y: F.cross_entropy(model(x), y)
 
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 # AdamW would divide what rounding makes of a bias's gradient in front of a batch normalization by itself.
-SGD = partial(torch.optim.SGD, momentum=0.9)
+SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
-def plain(made, make_optimizer=torch.optim.AdamW):
+def plain(made, make_optimizer=ADAMW, every=1, schedule=None):
+    """An update every so many calls; `schedule` is of the learning rate behind each, and has a last batch that is short."""
     model, batch, loss_of = made
-    opt = make_optimizer(model.parameters(), lr=1e-3)
+    opt = make_optimizer(model.parameters())
 
     def step(x, y, i):
         loss = loss_of(x, y)
         loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    return model, batch, step, None
-
-
-def in_parts(made, **settings):
-    """Two micro-batches, clipped, with a tied embedding; one gradient is kept as a copy."""
-    model, batch, loss_of = made
-    model[-1].weight = model[0].weight
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
-
-    def step(x, y, i):
-        total = 0.0
-        for part, targets in zip(x.chunk(2), y.chunk(2)):
-            loss = loss_of(part, targets) / 2
-            loss.backward()
-            total = total + loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        kept = model[1].wide.weight.grad.clone()
-        opt.step()
-        opt.zero_grad()
-        return total + norm + kept.sum()
-
-    return model, batch, step, None
-
-
-def scheduled(made):
-    """A learning rate that falls at every call; the last batch is a short one."""
-    model, batch, loss_of = made
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.7)
-
-    def step(x, y, i):
-        loss = loss_of(x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    return model, lambda i: batch(5 if i == 5 else 8), step, schedule.step
-
-
-def folded(made):
-    """AdamA, two micro-batches."""
-    model, batch, loss_of = made
-    opt = optim.AdamA(model.parameters(), lr=1e-3)
-
-    def step(x, y, i):
-        total = 0.0
-        for part, targets in zip(x.chunk(2), y.chunk(2)):
-            loss = loss_of(part, targets) / 2
-            loss.backward()
-            total = total + loss.detach()
-        opt.step()
-        opt.zero_grad()
-        return total
-
-    return model, batch, step, None
-
-
-def every_second(made):
-    """An update every second call."""
-    model, batch, loss_of = made
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(x, y, i):
-        loss = loss_of(x, y)
-        loss.backward()
-        if i % 2:
+        if every == 1 or i % every:
             opt.step()
             opt.zero_grad()
         return loss.detach()
+
+    return model, batch, step, schedule and schedule(opt).step
+
+
+def in_parts(made, make_optimizer=ADAMW, clipped=True):
+    """Two micro-batches; or these with a tied embedding, clipped, and a copy kept of one gradient."""
+    model, batch, loss_of = made
+    if clipped:
+        model[-1].weight = model[0].weight
+    opt = make_optimizer(model.parameters())
+
+    def step(x, y, i):
+        total = 0.0
+        for part, targets in zip(x.chunk(2), y.chunk(2)):
+            loss = loss_of(part, targets) / 2
+            loss.backward()
+            total = total + loss.detach()
+        if clipped:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            total = total + norm + model[1].wide.weight.grad.clone().sum()
+        opt.step()
+        opt.zero_grad()
+        return total
 
     return model, batch, step, None
 
@@ -159,11 +114,12 @@ def checkpointed(made):
 
 LOOPS = {
     "micro-batches, clipped, tied": (0.88, lambda: in_parts(texts())),
-    "the same, tensor by tensor": (0.88, lambda: in_parts(texts(), foreach=False)),
-    "schedule, short batch": (0.85, lambda: scheduled(texts())),
-    "AdamA": (0.85, lambda: folded(texts())),
-    "CAME": (0.85, lambda: plain(texts(), optim.CAME)),
-    "every second call": (0.88, lambda: every_second(texts())),
+    "the same, tensor by tensor": (0.88, lambda: in_parts(texts(), partial(ADAMW, foreach=False))),
+    "schedule, short batch": (0.85, lambda: plain(texts(), partial(SGD, lr=0.1), schedule=partial(
+        torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7))),
+    "AdamA": (0.85, lambda: in_parts(texts(), partial(optim.AdamA, lr=1e-3), clipped=False)),
+    "CAME": (0.85, lambda: plain(texts(), partial(optim.CAME, lr=1e-3))),
+    "every second call": (0.88, lambda: plain(texts(), every=2)),
     "checkpoints": (0.98, lambda: checkpointed(texts())),
     "convolutions": (0.85, lambda: plain(images(), SGD)),
     "dropout": (0.85, lambda: plain(texts(0.2))),
@@ -180,7 +136,7 @@ def trained(name, **options):
     torch.manual_seed(1)
     losses, peaks = [], set()
     for i in range(6):
-        given = batch(i) if behind else batch()
+        given = batch(5 if behind and i == 5 else 8)
         torch.manual_seed(10 + i)
         losses.append(run(*given, i))
         if behind:

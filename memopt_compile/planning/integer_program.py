@@ -109,8 +109,8 @@ class Rows:
 class Program:
     """The variables: an r for each group that may run again, a c for each group and format, a k for
     each value, a d for each if any format is lossy; the peak; and an a or b for each operation or
-    value and position that a chain can reach. `strict` programs know that what runs again is not kept, and are by far
-    sooner found to have no solution; beside bursts, of which none knows, plans that were changed come out of the others."""
+    value and position that a chain can reach. `strict` programs know that what runs again is not kept, and bound the
+    smallest peak better; within a limit, plans that were changed beside bursts, of which no program knows, come out of the others."""
 
     def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf, strict: bool = False):
         self.problem, self.strict = problem, strict

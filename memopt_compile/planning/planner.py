@@ -27,7 +27,7 @@ from .rematerialization import Problem, fingerprint, simulate
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
-FEW = 2  # the same beside plans that overflow for another reason
+FEW = 2  # of them beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 SMALL = 5000  # rows of a program that is solved to its end even so
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
@@ -140,10 +140,8 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         again, packed, _, aim = solved
         outcome = simulate(problem, again, packed)
         found = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0, packed)
-        for limit in (aim, int((aim * found.peak_bytes) ** 0.5)):
-            if better := _mended(problem, groups, found, limit, 0.0):
-                found = better
-                break
+        found = (_mended(problem, groups, found, aim, 0.0)
+                 or _mended(problem, groups, found, int((aim * found.peak_bytes) ** 0.5), 0.0) or found)
         best = min(best, found, key=lambda plan: plan.peak_bytes)
         if best.peak_bytes <= aim * (1 + RESOLUTION):
             break
