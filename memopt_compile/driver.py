@@ -26,6 +26,7 @@ from . import (
     data_sizes,
     devices,
     folding,
+    kinds,
     loops,
     old_gradients,
     pipelines,
@@ -87,23 +88,23 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     notes = capture.notes()
     if notes.refusal:
         raise notes.refusal
-    kind = "step" if _differentiates(gm) else "model"
+    kind = kinds.kind_of(gm, opts, notes)
     if notes.checks and checks.branches(gm) and kind == "model":
         notes.branch_at_once()
     reading = _read_later(gm, kind, notes)
     if kind == "model" and data_sizes.are_avoidable():
         data_sizes.trace_without(notes.where, "only a whole step is planned")
-    notes.begun = notes.begun or kind == "model" and _differentiable(gm)
+    notes.begun = notes.begun or kind == "model" and kinds.differentiable(gm)
     if kind == "step" or notes.begun:
         telling.settle(notes, whole=kind == "step")
     replaced.check_optimizers(notes.optimizers, notes.where)
     zero.check_writes(gm, _quoted)
-    if kind == "model" and _differentiable(gm):
+    if kind == "model" and kinds.differentiable(gm):
         zero.check_model(opts.zero, build.dynamo_inputs(gm), notes.where)
-    metrics = notes.resumed and notes.step in telling.stepped and not _differentiable(gm)  # behind the step
+    metrics = notes.resumed and notes.step in telling.stepped and not kinds.differentiable(gm)  # behind the step
     before = notes.to_come and not notes.begun and not any(  # of the batch alone
         isinstance(given, torch.Tensor) and given.requires_grad for _, given, _ in build.dynamo_inputs(gm))
-    if kind == "step" or not (metrics or before):
+    if kind == "step" or kind == "model" and not (metrics or before):
         folding.check(opts, kind, notes)
         _check_budget(opts, kind, notes)
     if notes.shortened and (kind == "model" or opts.verify):
@@ -116,7 +117,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     remember(notes.frame, record)
     behind = kind == "model" and metrics
     log.info("%s: %s", notes.where, "what follows the step, compiled apart" if behind else _kind_line(kind, notes))
-    if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(_results(gm)):
+    if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(kinds.results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     if kind == "model" and trace.hands_on_hooked(gm):
@@ -190,29 +191,11 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
         zero.check_ordinary(opts.zero, notes.where)
 
 
-def _differentiates(gm: fx.GraphModule) -> bool:
-    """Whether the graph holds a backward, by autograd or by `torch.func`."""
-    if gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
-        return True
-    # `torch.func.grad` of parameters leaves its results differentiable; once the step also writes to
-    # a leaf in place, eager too could only have raised on a later backward through them.
-    return any(compat.is_func_grad(n) for n in gm.graph.nodes) and (not _differentiable(gm) or any(
-        n.op == "call_method" and n.target.endswith("_") and n.args[0].op == "placeholder"
-        for n in gm.graph.nodes))
-
-
-def _differentiable(gm: fx.GraphModule) -> bool:
-    """Whether a result of the graph can be differentiated."""
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in _results(gm))
-
-
-def _results(gm: fx.GraphModule) -> list[Any]:
-    return [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
-
-
 def _kind_line(kind: str, notes: capture.Notes) -> str:
     if kind == "model":
         return "model mode (no backward in the graph): activations only"
+    if kind == "evaluation":
+        return "an evaluation (no backward in the function), in one graph"
     names = ", ".join(sorted({type(o).__name__ for o in notes.optimizers})) or "no optimizer"
     traced = f"{notes.backwards} backward(s)" + "".join(
         f", {iterations.TRACED} of {len(loop.chunks)} micro-batches" for loop in notes.loops
@@ -254,7 +237,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
     eager_lowering = record.lowering == "eager"
     decompositions = compat.loss_decompositions() if eager_lowering else inductor.decompositions()
     try:
-        if any(getattr(value, "grad_fn", None) is not None for value in _results(gm)) or checks.of_gradients(gm):
+        if any(getattr(value, "grad_fn", None) is not None for value in kinds.results(gm)) or checks.of_gradients(gm):
             raise _NotWhole
         data_sizes.check_squeezes(gm)
         with trace.for_the_eager_lowering() if eager_lowering else contextlib.nullcontext(), \
@@ -352,7 +335,7 @@ def _compile_model(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Co
 def _detach_outputs(gm: fx.GraphModule, notes: capture.Notes) -> None:
     """Return used-up tensors without their autograd graph, so that the graph is whole."""
     output = gm.graph.output_node()
-    of_autograd = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)  # otherwise see `_differentiates`
+    of_autograd = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)  # otherwise see `kinds`
     results = []
     for value in output.args[0]:
         fake = value.meta.get("example_value") if isinstance(value, fx.Node) else None

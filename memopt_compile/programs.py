@@ -45,7 +45,7 @@ RUNGS = 100  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself
-NEARER = 3  # times that a refused budget is planned for less than the smallest peak so far
+NEARER = 24  # limits that a refused budget is planned for, between the smallest schedule and above the smallest program
 SHOWN = 3  # kinds of values that a refusal names
 
 Tried = dict[int, tuple[Program, StepGraph, Timeline, tuple]]  # by the limit that was planned for, the largest first
@@ -69,7 +69,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     if record.lowering == "inductor" and any(map(is_check, step.computing())):
         _fix_sizes(step)  # with symbols among them Inductor has one piece, and no order of checks and writes
     budget, limit = record.options.memory_budget, None
-    if budget is None:
+    if budget is None or isinstance(budget, float) and record.kind == "evaluation":  # a share is of what can be given up
         program = _program(step, record, None)
     else:
         limit = devices.budget_bytes(budget, before.peak_bytes, record.device, before.resident_bytes)
@@ -114,21 +114,37 @@ def _check(step: StepGraph, record: Compilation) -> None:
 
 
 def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
-    """The same as `_within`. What nothing fits is planned for less than the smallest peak, as a larger budget would be: other
-    limits are tried on the way, and lowering may make less of a plan among them than its schedule lets expect."""
+    """The same as `_within`. Where nothing fits, limits from above the smallest program to the smallest schedule are planned for:
+    lowering may make less of a plan among them than its schedule lets expect."""
     tried: Tried = {}
     program = _within(limit, captured, record, tried=tried)
-    for _ in range(NEARER if record.lowering != "eager" else 0):
-        if program.peak_bytes <= limit:
-            break
-        least = program.peak_bytes
-        log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(least))
-        record.budget_bytes = least - 1
-        program = _within(record.budget_bytes, captured, record, tried=tried)
-        record.budget_bytes = limit
-        if program.peak_bytes == least:  # the same program
-            break
-    return program
+    least = program.peak_bytes
+    if record.lowering == "eager" or least <= limit:
+        return program
+    floor, rung = min(after.peak_bytes for _, _, after, _ in tried.values()), _rung(record)
+    log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(least))
+    planned = _down(least, record) + ABOVE * rung
+    step = rung * max(1, -(-(planned - floor) // (NEARER * rung)))
+    while planned > floor and least > limit:
+        if planned not in tried:
+            record.budget_bytes = least - 1  # what needs more is not lowered to its end
+            program = _program(captured, record, planned)
+            tried[planned] = program, record.step, record.after, record.passes
+            least = min(least, program.peak_bytes)
+        # The same schedule would come of a rung that it is below already.
+        planned = _down(min(planned, tried[planned][2].peak_bytes) - step, record)
+    record.budget_bytes = limit
+    return _smallest(tried, record)
+
+
+def _rung(record: Compilation) -> int:
+    """Bytes between two limits that plans are made for."""
+    return max(1, (record.before.peak_bytes - record.before.resident_bytes) // RUNGS)
+
+
+def _down(limit: int, record: Compilation) -> int:
+    """The next of these limits, the same for all budgets, so that a larger one has the plans of a smaller one too."""
+    return limit - (limit - record.before.resident_bytes) % _rung(record)
 
 
 def _within(limit: int, captured: StepGraph, record: Compilation,
@@ -139,20 +155,15 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
     what looks at activations has some bytes of its own. If nothing fits, `record` and the program are
     those with the smallest peak, of all that were `tried` for this limit and larger ones before.
     """
-    resident = record.before.resident_bytes
-    rung = max(1, (record.before.peak_bytes - resident) // RUNGS)
-
-    def down(limit: int) -> int:
-        return limit - (limit - resident) % rung
-
+    resident, rung = record.before.resident_bytes, _rung(record)
     tried = {} if tried is None else tried
     if record.lowering == "eager":  # it runs what is planned
         above, highest = 0, limit
         planned = limit
     else:
-        above, highest = ABOVE * rung, down(limit) + ABOVE * rung
+        above, highest = ABOVE * rung, _down(limit, record) + ABOVE * rung
         # Fusion may make any share less of it.
-        planned = next(iter(tried), None) or max(highest, _unplanned_peak(captured, record, formats))
+        planned = max(highest, _unplanned_peak(captured, record, formats))
     for attempt in range(1 + TRIES):
         if planned not in tried:
             program = _program(captured, record, planned, formats)
@@ -168,20 +179,21 @@ def _within(limit: int, captured: StepGraph, record: Compilation,
         log.info("%s: %s over the budget once lowered, planning again", record.where, format_bytes(excess))
         # The same schedule would come of a rung that it is below already. (With an arena it is above.)
         lower = min(planned, record.after.peak_bytes) - max(1, excess - above - NEAR * rung)
-        planned = min(highest, down(lower)) if attempt < TRIES - 1 else resident
-    program, record.step, record.after, record.passes = _smallest(tried)
-    record.predicted_peak_bytes = program.peak_bytes
-    return program
+        planned = min(highest, _down(lower, record)) if attempt < TRIES - 1 else resident
+    return _smallest(tried, record)
 
 
-def _smallest(tried: Tried) -> tuple[Program, StepGraph, Timeline, tuple]:
-    """The one of these with the smallest peak, lowered whole: where only a part was, the peak is at least what is known."""
+def _smallest(tried: Tried, record: Compilation) -> Program:
+    """The one of these with the smallest peak, which `record` is of then. It is lowered whole: where only a part was, the peak
+    is at least what is known."""
     while True:
         planned, (program, step, *more) = min(tried.items(), key=lambda each: each[1][0].peak_bytes)
         parts = {name: part for name in ("run", "watching") if isinstance(
             part := getattr(program, name), inductor.TooLarge)}
         if not parts:
-            return tried[planned]
+            record.step, record.after, record.passes = step, *more
+            record.predicted_peak_bytes = program.peak_bytes
+            return program
         whole = {name: _whole_of(part) for name, part in parts.items()}
         peaks = [resident_bytes(step) + inductor.predicted_transient_peak(lowered) for lowered in whole.values()]
         tried[planned] = replace(program, peak_bytes=max(program.peak_bytes, *peaks), **whole), step, *more

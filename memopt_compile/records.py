@@ -36,8 +36,9 @@ log = logging.getLogger("memopt_compile")
 class Compilation:
     """One graph that Dynamo handed over, and everything that was decided about it.
 
-    `kind` is "step" (forward, backward and what follows in one graph), "model" (no backward in
-    the graph) or "ordinary" (run as Dynamo captured it, for `reason`). Bytes are of the whole
+    `kind` is "step" (forward, backward and what follows in one graph), "evaluation" (a function without
+    backward in one graph, under a budget), "model" (no backward in the graph) or "ordinary" (run as Dynamo
+    captured it, for `reason`). Bytes are of the whole
     step, inputs included; `measured_peak_bytes` is of its first run. `texts` are the graphs
     before and after each pass, kept only if `options.dump` or a log wants them; `program` is what
     the lowering generated; `budget_bytes` is `options.memory_budget` in bytes of peak; `captured` is the step before any pass, kept for a `frontier`;

@@ -11,7 +11,7 @@ graph is printed for it several times. And Dynamo makes a text of each side effe
 deep in a test, whether or not it is logged: with the trace, 4 of 100 seconds.
 
 Tables are long: of a test marked `table(n)` every n-th case runs and one marked `thorough` does not, unless `--thorough`
-is given or a test is asked for by name.
+is given or a test is asked for by name. So it is with what ranks run (`ranks.thinned`).
 
 In every process that compiles kernels, Inductor builds a library for each vector extension of the processor and loads
 it in another process, to see whether the compiler knows the extension: up to ten seconds. Here it is taken at its word.
@@ -50,8 +50,13 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run every case of every table too, a third longer")
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_configure(config):
     if config.getoption("thorough") or any("::" in argument for argument in config.args):
+        os.environ["MEMOPT_THOROUGH"] = "1"  # of what ranks run too
+
+
+def pytest_collection_modifyitems(config, items):
+    if "MEMOPT_THOROUGH" in os.environ:
         return
     cases, chosen, left_out = Counter(), [], []
     for item in items:

@@ -70,7 +70,8 @@ def trained(budget, lowering="eager", made=None, **kind):
     return losses, [p.detach() for p in model.parameters()], memopt.report(fast)
 
 
-@pytest.fixture(scope="module", params=[{}, {"micro_batches": 2}, {"dropout": 0.0}], ids=str)
+@pytest.fixture(scope="module", params=[
+    {}, {"micro_batches": 2}, pytest.param({"dropout": 0.0}, marks=pytest.mark.thorough)], ids=str)
 def free(request):
     return request.param, trained(None, **request.param)
 

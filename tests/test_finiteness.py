@@ -245,6 +245,7 @@ def test_outliers_leave_the_step_in_pieces():
     assert can_cut(inlined(step, inductor.decompositions()))
 
 
+@pytest.mark.thorough
 def test_what_is_kept_without_few_bits_is_kept_where_they_are_allowed():
     """Copies of AdamA's states, to take the step back, are more than these few bits save."""
     torch.manual_seed(0)

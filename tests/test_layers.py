@@ -26,7 +26,7 @@ LAYERS = [
     {"planning", "lowering", "liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "finiteness", "margin_loss", "gaussian_loss", "partition", "ordering", "fusing", "recordable", "structure", "loops", "folding", "rowwise", "row_regions", "row_classes", "row_loops", "row_slices", "row_twice"},
     {"step_pass"},
     {"passes", "backends"},
-    {"reporting", "capture", "build", "zero", "pipelines", "report", "records", "bench", "verification", "programs"},
+    {"reporting", "capture", "build", "zero", "pipelines", "report", "records", "bench", "verification", "programs", "kinds"},
     {"driver", "api", "low_precision"},
     {"__init__", "__main__"},
 ]

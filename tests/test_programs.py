@@ -118,10 +118,10 @@ def test_as_a_budget_the_peak_that_a_refusal_names_gives_no_smaller_one(record, 
     def peak_of(peak):
         return peak + int((0.14 * share(seed, peak) - 0.1) * beyond)
 
-    for limit, program, tried in walks(record, planned, peak_of, (20, 40), programs._nearest, 1 + programs.NEARER):
+    for limit, program, tried in walks(record, planned, peak_of, (20, 40), programs._nearest, 1 + programs.NEARER / programs.TRIES):
         assert program.peak_bytes == min(tried) > limit
         named = 100 * (program.peak_bytes - resident + 0.5) / beyond
-        ((_, again, _),) = walks(record, planned, peak_of, (named,), programs._nearest, 1 + programs.NEARER)
+        ((_, again, _),) = walks(record, planned, peak_of, (named,), programs._nearest, 1 + programs.NEARER / programs.TRIES)
         assert again.peak_bytes == program.peak_bytes
 
 

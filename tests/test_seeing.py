@@ -49,6 +49,7 @@ def train(folder: Path, **variables: str) -> tuple[dict, str]:
 
 @pytest.mark.inductor
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_share_compiled_code(tmp_path):
     """The first has the logs and the trace on; both train on after `torch.compiler.reset()`."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

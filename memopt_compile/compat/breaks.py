@@ -106,6 +106,11 @@ def is_ahead(output: Any, name: str) -> bool:
     return any(each.argval == name for each in root.instructions[root.instruction_pointer or 0:])
 
 
+def is_cut(gm: Any) -> bool:
+    """Whether a line has ended this graph of Dynamo's before the function returns."""
+    return gm.compile_subgraph_reason.graph_break
+
+
 def line_now(output: Any) -> int:
     """The line of the frame itself that the trace has come to."""
     return output.root_tx.lineno

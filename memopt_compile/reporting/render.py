@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LINES = 12  # tensors printed; `Report.largest` has all that are alive
 KINDS = {
     "step": "whole step",
+    "evaluation": "evaluation: no backward in it",
     "model": "model only: activations, no optimizer",
     "ordinary": "ordinary path: nothing was saved",
 }
@@ -129,7 +130,7 @@ class Report:
             before_peak_bytes=record.before.peak_bytes if record.before else None,
             budget_bytes=record.budget_bytes,
             inputs=input_bytes(step) if step else {},
-            memory=model_memory(step, after) if step and after and record.kind == "step" else None,
+            memory=model_memory(step, after) if step and after and record.kind != "model" else None,
             passes=tuple(record.passes),
             largest=alive_at_peak(step, after) if step and after else [],
             peak_at=_peak_at(step, after) if step and after else None,

@@ -154,7 +154,7 @@ def test_as_eager(look, caplog):
 
 
 @pytest.mark.parametrize("options", [{"lowering": "eager"}, {"lowering": "eager", "memory_budget": 0.95}, pytest.param(
-    {"lowering": "inductor"}, marks=pytest.mark.inductor)], ids=["eager", "budget", "inductor"])
+    {"lowering": "inductor"}, marks=[pytest.mark.inductor, pytest.mark.thorough])], ids=["eager", "budget", "inductor"])
 def test_nothing_changes_before_a_check(options):
     """Every write to what stays is behind all checks, wherever passes have moved either."""
     seen, _, _, run = trained("exits", True, **options)

@@ -204,6 +204,7 @@ def test_a_batch_is_counted_once_as_by_torch_compile(micro_batches):
 
 
 @pytest.mark.inductor
+@pytest.mark.thorough
 def test_trained_as_by_eager_on_inductor():
     ways = []
     for compile_it in (lambda step: step, memopt.compile):

@@ -146,7 +146,8 @@ def of_some_targets(logits, y):
     return sum(F.cross_entropy(a, torch.where(b % 3 == 0, -100, b)) for a, b in zip(logits, y))
 
 
-@pytest.mark.parametrize("loss_of, lowering", [(smoothed, "eager"), (of_some_targets, "eager"), pytest.param(both, "inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("loss_of, lowering", [(smoothed, "eager"), (of_some_targets, "eager"), pytest.param(
+    both, "inductor", marks=[pytest.mark.inductor, pytest.mark.thorough])])
 def test_trained(loss_of, lowering):
     def made():
         torch.manual_seed(0)

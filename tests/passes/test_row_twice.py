@@ -167,6 +167,7 @@ def test_nothing_to_do_or_undone(loss_of):
 
 
 @pytest.mark.inductor
+@pytest.mark.thorough
 def test_on_inductor():
     """Its loops must not look at readers that Inductor has left out, such as the mean that comes with a variance."""
     def made():

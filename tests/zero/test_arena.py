@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import on_ranks, once
+from ranks import on_ranks, once, thinned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +19,7 @@ from memopt_compile import pipelines, records
 from memopt_compile.errors import OptionError
 from memopt_compile.passes.place_in_arena import PlaceInArena
 
-STAGES = [1, 3]
+STAGES = thinned([1, 3])
 
 
 def of_two(rank, ranks):

@@ -157,18 +157,22 @@ def pair(tmp_path_factory):
     return once(tmp_path_factory, "between steps", lambda folder: on_ranks(2, folder, of_two, 2))
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
-    return once(tmp_path_factory, "replicas alone", lambda folder: on_ranks(4, folder, alone, 4, 2))
-
-
-def test_one_that_does_something_else_is_an_error_on_all(pair, replicas):
-    for rank in (*(each for each, *_ in pair), *replicas):
+def is_an_error(ranks):
+    for rank in ranks:
         assert len(rank) >= 4
         for words, (kind, text) in rank.items():
             assert kind == "RankError"
             for word in words.split("|"):
                 assert word in text
+
+
+def test_one_that_does_something_else_is_an_error_on_all(pair):
+    is_an_error(each for each, *_ in pair)
+
+
+@pytest.mark.thorough
+def test_so_it_is_in_replicas(tmp_path):
+    is_an_error(on_ranks(4, tmp_path, alone, 4, 2))
 
 
 def test_rows_are_copied_and_saved_alone(pair):

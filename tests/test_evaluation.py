@@ -1,0 +1,93 @@
+"""Functions, or calls of one, that train nothing, under a budget: predicted, kept or refused like a step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memopt_compile as memopt
+
+TOKENS = torch.arange(8 * 64).reshape(8, 64) % 82
+
+
+def made():
+    """A step that trains or evaluates as it is told, its model, and a function that evaluates only."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(82, 64), *layers, nn.Linear(64, 82)).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss_of(x):
+        return F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
+
+    @torch.no_grad()
+    def evaluate(x):
+        return loss_of(x).item()
+
+    def step(x, train=True):
+        if not train:
+            with torch.no_grad():
+                return loss_of(x)
+        loss = loss_of(x)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, model, evaluate
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
+def test_a_step_that_evaluates_by_some_calls(lowering):
+    step, model, _ = made()
+    expected = [step(TOKENS, i % 3 < 2).item() for i in range(6)], [p.detach() for p in model.parameters()]
+    step, _, _ = made()
+    free = memopt.explain(step, TOKENS, lowering=lowering)
+    budget = free.resident_bytes + int(0.7 * (free.predicted_peak_bytes - free.resident_bytes))
+    step, model, _ = made()
+    fast = memopt.compile(step, lowering=lowering, memory_budget=budget)
+    got = [fast(TOKENS, i % 3 < 2).item() for i in range(6)], [p.detach() for p in model.parameters()]
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    report = memopt.report(fast)
+    assert report.kind == "step"  # of what is there it has the most to say
+    evaluation = [each for each in report.others if each.kind == "evaluation"][-1]
+    for each in (report, evaluation):
+        assert each.measured_peak_bytes == pytest.approx(each.predicted_peak_bytes, rel=0.01)
+        assert each.measured_peak_bytes <= each.budget_bytes == budget
+    assert "evaluation: no backward in it" in str(report)
+
+
+def test_an_evaluation_alone_is_kept_or_refused():
+    _, _, evaluate = made()
+    expected = evaluate(TOKENS)
+    needed = memopt.explain(evaluate, TOKENS, lowering="eager", memory_budget="1GiB").predicted_peak_bytes
+    fast = memopt.compile(evaluate, lowering="eager", memory_budget=needed)
+    assert fast(TOKENS) == pytest.approx(expected, rel=1e-12)
+    assert memopt.report(fast).measured_peak_bytes == needed
+    _, _, evaluate = made()
+    with pytest.raises(memopt.InfeasibleBudget, match="raise memory_budget") as refusal:
+        memopt.compile(evaluate, lowering="eager", memory_budget=needed - 1)(TOKENS)
+    assert refusal.value.smallest_peak_bytes == needed
+
+
+def test_a_share_is_of_what_a_step_can_give_up():
+    _, _, evaluate = made()
+    fast = memopt.compile(evaluate, lowering="eager", memory_budget=0.5)
+    fast(TOKENS)
+    report = memopt.report(fast)
+    assert report.budget_bytes is None and report.predicted_peak_bytes == report.measured_peak_bytes
+
+
+def test_a_part_of_a_step_has_no_budget():
+    """What follows the forward may hold anything."""
+    step, model, _ = made()
+
+    def broken(x):
+        with torch.no_grad():
+            teacher = model(x)
+        torch._dynamo.graph_break()
+        F.mse_loss(model(x), teacher).backward()
+
+    with pytest.raises(memopt.OptionError, match="budget cannot be kept"):
+        memopt.compile(broken, lowering="eager", memory_budget="1GiB")(TOKENS)
