@@ -19,11 +19,12 @@ from .compat import breaks
 
 
 def kind_of(gm: fx.GraphModule, opts: options.Options, notes: Notes) -> str:
-    """The kind of a graph with these notes of its frame. Without a budget an evaluation is a model like others."""
+    """The kind of a graph with these notes of its frame. Where capture has seen no option that wants whole steps an evaluation is a
+    model like others."""
     if _differentiates(gm):
         return "step"
     part = notes.resumed or notes.updates or breaks.is_cut(gm) or differentiable(gm)
-    return "model" if part or opts.memory_budget is None or opts.arena else "evaluation"
+    return "evaluation" if notes.needs and not (part or opts.arena) else "model"
 
 
 def differentiable(gm: fx.GraphModule) -> bool:

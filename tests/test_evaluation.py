@@ -10,13 +10,13 @@ import memopt_compile as memopt
 TOKENS = torch.arange(8 * 64).reshape(8, 64) % 82
 
 
-def made():
+def made(optimizer=torch.optim.SGD):
     """A step that trains or evaluates as it is told, its model, and a function that evaluates only."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(82, 64), *layers, nn.Linear(64, 82)).double()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = optimizer(model.parameters(), lr=0.01)
 
     def loss_of(x):
         return F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
@@ -77,6 +77,13 @@ def test_a_share_is_of_what_a_step_can_give_up():
     fast(TOKENS)
     report = memopt.report(fast)
     assert report.budget_bytes is None and report.predicted_peak_bytes == report.measured_peak_bytes
+
+
+def test_gradients_may_be_folded_into_states_by_other_calls():
+    step, _, _ = made(memopt.optim.Adam)
+    fast = memopt.compile(step, lowering="eager", accumulate="optimizer_states")
+    before, evaluated, after = (fast(TOKENS, train).item() for train in (True, False, True))
+    assert evaluated == pytest.approx(after, rel=1e-12) and after < before
 
 
 def test_a_part_of_a_step_has_no_budget():
