@@ -29,7 +29,8 @@ ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
-SMALL = 5000  # rows of a program that is solved to its end even so
+SMALL = 5000  # rows of a program that is solved to its end even so; larger ones are where the changed plan is not proved to `COARSE`
+LESS = (0, 0.01, 0.02, 0.04)  # of the limit, by which such a program aims lower until a plan fits
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
@@ -73,20 +74,29 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     rough = _nearest(model, limit, slack, COARSE, 1)  # it is to say which positions are missing
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
         return rough
-    tries = [rough]
-    if rough.peak_bytes > limit * (1 + BURST):
+    burst, tries, proved = rough.peak_bytes > limit * (1 + BURST), [rough], rough.seconds * (1 - rough.gap)
+
+    def fastest() -> Solution | None:
+        plans = (_mended(problem, groups, each, limit, proved)
+                 for i, each in enumerate(tries) if each and each.again not in [t.again for t in tries[:i] if t])
+        return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
+
+    large = burst and len(model.rows.low) > SMALL
+    if burst:
         tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
-    if len(tries) == 1 or len(model.rows.low) <= SMALL:
-        if rough.peak_bytes <= limit:
-            model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
-        fine = _nearest(model, limit, slack, GAP)
-        if fine and fine.peak_bytes <= limit and len(tries) == 1:
-            return fine
+        if large and (plan := fastest()) and plan.gap <= COARSE:
+            return plan
+    if rough.peak_bytes <= limit:
+        model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
+    for aim in (int(limit * (1 - less)) for less in (LESS if large else LESS[:1])):
+        fine = _nearest(model, limit, slack, GAP, FEW if large else ROUNDS, aim)
+        if fine and aim < limit:  # its own bound is of another limit
+            fine = replace(fine, gap=max(0.0, 1 - proved / fine.seconds))
         tries.append(fine)
-    proved = rough.seconds * (1 - rough.gap)
-    plans = (_mended(problem, groups, each, limit, proved)
-             for i, each in enumerate(tries) if each and each.again not in [t.again for t in tries[:i] if t])
-    return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
+        if fine is None or fine.peak_bytes <= limit:
+            break
+        proved = max(proved, fine.seconds * (1 - fine.gap))
+    return fine if fine and fine.peak_bytes <= limit and not burst else fastest()
 
 
 def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int, proved: float) -> Solution | None:
@@ -150,12 +160,12 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 
 def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
-             rounds: int = ROUNDS) -> Solution | None:
+             rounds: int = ROUNDS, aim: int | None = None) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
-    to it, None if not even the program has one."""
-    problem, nearest = model.problem, None
+    to it, None if not even the program has one. The program's limit is `aim`, if that is given."""
+    problem, nearest, aim = model.problem, None, limit if aim is None else aim
     for _ in range(rounds):
-        solved = model.solve(slack, limit, gap)
+        solved = model.solve(slack, aim, gap)
         if solved is None:
             break
         again, packed, proved, _ = solved
@@ -164,7 +174,7 @@ def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
             nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), proved, packed)
         if outcome.peak_bytes <= limit:
             break
-        _tighten(slack, outcome.live, outcome.at, limit)
+        _tighten(slack, outcome.live, outcome.at, aim)
     return nearest
 
 
