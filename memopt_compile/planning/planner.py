@@ -6,7 +6,8 @@ exactly (`rematerialization.simulate`); where it is over the limit that position
 chain of recomputations itself is what overflows, held to as much less; then it is solved again. HiGHS (through scipy)
 proves the gap of its last solution. Where a plan overflows by more than `BURST` no position is what is missing: then it
 is changed until it fits (`mending`), which is faster than to solve a large program to its end that does not know why. The
-gap is then that of the program's bound for the first solution. Either way what comes out fits by simulation, not by the model.
+gap is then that of the program's bound for the first solution; if it is over `COARSE` the program is solved finely after all,
+for a little less too. Either way what comes out fits by simulation, not by the model.
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
@@ -91,7 +92,7 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     for aim in (int(limit * (1 - less)) for less in (LESS if large else LESS[:1])):
         fine = _nearest(model, limit, slack, GAP, FEW if large else ROUNDS, aim)
         if fine and aim < limit:  # its own bound is of another limit
-            fine = replace(fine, gap=max(0.0, 1 - proved / fine.seconds))
+            fine = replace(fine, gap=_gap(fine.seconds, proved))
         tries.append(fine)
         if fine is None or fine.peak_bytes <= limit:
             break
@@ -107,8 +108,11 @@ def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int,
     if again is None:
         return None
     seconds = problem.cost(again, plan.packed)
-    return Solution(again, simulate(problem, again, plan.packed).peak_bytes, seconds,
-                    max(0.0, 1 - proved / seconds) if seconds else 0.0, plan.packed)
+    return Solution(again, simulate(problem, again, plan.packed).peak_bytes, seconds, _gap(seconds, proved), plan.packed)
+
+
+def _gap(seconds: float, proved: float) -> float:
+    return max(0.0, 1 - proved / seconds) if seconds else 0.0
 
 
 def _key(asked: tuple, problem: Problem, groups: Sequence[int]) -> bytes:
