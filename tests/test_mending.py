@@ -140,6 +140,17 @@ def test_the_planner_mends_what_no_position_explains():
         pytest.fail("no plan overflowed")
 
 
+@pytest.mark.parametrize("share", [0.62, 0.6, 0.58, 0.55, 0.5])
+def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_proved(share):
+    found = asked()
+    limit, together = int(share * max(found.live)), groups(found)
+    to_its_end = planner.cheapest(found, limit, together)
+    with mock.patch.object(planner, "SMALL", 0), mock.patch.object(planner, "_found", {}):
+        plan = planner.cheapest(found, limit, together)
+    assert plan.peak_bytes == simulate(found, plan.again, plan.packed).peak_bytes <= limit
+    assert plan.gap <= planner.COARSE and plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
+
+
 def test_equal_problems_are_planned_once():
     found, twin = asked(), problem(prepared().copy(), roofline("cpu"))
     assert fingerprint(found) == fingerprint(twin)
