@@ -89,6 +89,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if notes.refusal:
         raise notes.refusal
     kind = kinds.kind_of(gm, opts, notes)
+    notes.trace = notes.trace or kind == "evaluation" and breaks.traced_now()  # capture has seen nothing of it
     if notes.checks and checks.branches(gm) and kind == "model":
         notes.branch_at_once()
     reading = _read_later(gm, kind, notes)

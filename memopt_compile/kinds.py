@@ -15,7 +15,7 @@ from torch import fx
 
 from . import compat, options
 from .capture import Notes
-from .compat import breaks
+from .compat import breaks, data
 
 
 def kind_of(gm: fx.GraphModule, opts: options.Options, notes: Notes) -> str:
@@ -23,8 +23,10 @@ def kind_of(gm: fx.GraphModule, opts: options.Options, notes: Notes) -> str:
     model like others."""
     if _differentiates(gm):
         return "step"
-    part = notes.resumed or notes.updates or breaks.is_cut(gm) or differentiable(gm)
-    return "evaluation" if notes.needs and not (part or opts.arena) else "model"
+    if not notes.needs or opts.arena or notes.resumed or notes.updates:
+        return "model"
+    part = breaks.is_cut(gm) or differentiable(gm) or data.write_that_is_followed(gm.graph)
+    return "model" if part else "evaluation"
 
 
 def differentiable(gm: fx.GraphModule) -> bool:

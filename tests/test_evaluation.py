@@ -98,3 +98,33 @@ def test_a_part_of_a_step_has_no_budget():
 
     with pytest.raises(memopt.OptionError, match="budget cannot be kept"):
         memopt.compile(broken, lowering="eager", memory_budget="1GiB")(TOKENS)
+
+
+def test_what_the_caller_can_differentiate_is_no_evaluation():
+    """Its backward comes later, through what was given to be written to."""
+    model = made()[1]
+
+    def into(x, out):
+        out.copy_(model(x))
+
+    with pytest.raises(memopt.OptionError, match="budget cannot be kept"):
+        memopt.compile(into, lowering="eager", memory_budget="1GiB")(TOKENS, torch.zeros(8, 64, 82).double())
+
+
+def test_an_average_of_weights_and_memory_given_twice():
+    """Changed under `no_grad`, before it is read."""
+    def average(x, same):
+        with torch.no_grad():
+            same.mul_(2)
+            for one in layer.parameters():
+                one.mul_(0.5)
+            return layer(x).sum()
+
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4).double(), torch.ones(4, 4).double()
+        run = memopt.compile(average, lowering="eager", memory_budget="1GiB") if compiled else average
+        found.append([run(x, x.view(4, 4)) for _ in range(2)] + [x, layer.weight.detach()])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
