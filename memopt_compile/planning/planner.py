@@ -89,8 +89,8 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
             return plan
     if rough.peak_bytes <= limit:
         model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
-    for aim in (int(limit * (1 - less)) for less in (LESS if large else LESS[:1])):
-        fine = _nearest(model, limit, slack, GAP, FEW if large else ROUNDS, aim)
+    for aim in (int(limit * (1 - less)) for less in LESS):
+        fine = _nearest(model, limit, slack, GAP, ROUNDS, aim)
         if fine and aim < limit:  # its own bound is of another limit
             fine = replace(fine, gap=_gap(fine.seconds, proved))
         tries.append(fine)
@@ -167,12 +167,13 @@ def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
              rounds: int = ROUNDS, aim: int | None = None) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
     to it, None if not even the program has one. The program's limit is `aim`, if that is given."""
-    problem, nearest, aim = model.problem, None, limit if aim is None else aim
+    problem, nearest, aim, last = model.problem, None, limit if aim is None else aim, None
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
-        if solved is None:
+        if solved is None or solved[:2] == last:
             break
         again, packed, proved, _ = solved
+        last = again, packed
         outcome = simulate(problem, again, packed)
         if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
             nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), proved, packed)
