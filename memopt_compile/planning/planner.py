@@ -4,10 +4,10 @@ the smallest peak.
 Plans come of an integer program (`integer_program`), of which only some positions are written out. A plan is simulated
 exactly (`rematerialization.simulate`); where it is over the limit that position is added, or, if it is there and the
 chain of recomputations itself is what overflows, held to as much less; then it is solved again. HiGHS (through scipy)
-proves the gap of its last solution. Where a plan overflows by more than `BURST` no position is what is missing: then it
-is changed until it fits (`mending`), which is faster than to solve a large program to its end that does not know why. The
-gap is then that of the program's bound for the first solution; if it is over `COARSE` the program is solved finely after all,
-for a little less too. Either way what comes out fits by simulation, not by the model.
+proves the gap of its last solution. Where that leaves the plan as it is, the program aims a little lower (`LESS`). Where a plan
+overflows by more than `BURST` no position is what is missing: then it is changed until it fits (`mending`), which is faster
+than to solve a large program that does not know why. The gap is then that of the program's bound for the first solution;
+if it is over `COARSE` the program is solved finely after all. Either way what comes out fits by simulation, not by the model.
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
@@ -30,8 +30,8 @@ ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
-SMALL = 5000  # rows of a program that is solved to its end even so; larger ones are where the changed plan is not proved to `COARSE`
-LESS = (0, 0.01, 0.02, 0.04)  # of the limit, by which such a program aims lower until a plan fits
+SMALL = 5000  # rows of a program that is solved finely even so; larger ones are where the changed plan is not proved to `COARSE`
+LESS = (0, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
@@ -97,7 +97,7 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
         if fine is None or fine.peak_bytes <= limit:
             break
         proved = max(proved, fine.seconds * (1 - fine.gap))
-    return fine if fine and fine.peak_bytes <= limit and not burst else fastest()
+    return fine if fine and fine.peak_bytes <= limit and not burst and aim == limit else fastest()
 
 
 def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int, proved: float) -> Solution | None:
@@ -166,7 +166,8 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
              rounds: int = ROUNDS, aim: int | None = None) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
-    to it, None if not even the program has one. The program's limit is `aim`, if that is given."""
+    to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row.
+    The program's limit is `aim`, if that is given."""
     problem, nearest, aim, last = model.problem, None, limit if aim is None else aim, None
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
