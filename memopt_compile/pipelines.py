@@ -71,7 +71,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what
     runs again; with `smallest` a plan is taken even if none fits, and none that adds more than `at_most`
     seconds. `formats` by an activation's name are offered in place of "int4 outliers". With `in_order` the
-    eager lowering, an oracle, looks for a plan that adds up as the step does before one that does not.
+    eager lowering, an oracle, adds up as the step does.
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
@@ -134,9 +134,10 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held and not eager, partial(ChunkLogits, limit_bytes)),
         # And still? Decide which activations to keep, compress others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
-        (held and eager and in_order, partial(plan, or_smallest=False)),
-        (held and eager, partial(ChunkLogits, limit_bytes)),
-        (held and eager, partial(RunInSlabs, unplanned=True)),
+        (held and eager and not in_order, partial(ChunkLogits, limit_bytes)),
+        (held and eager and not in_order, partial(RunInSlabs, unplanned=True)),
+        # Forward's values are what a plan moves; what backward writes in place needs no room in it.
+        (held and eager, partial(ReuseBuffers, of_backward=True)),
         (held, plan),
         (held, Recompute),
         (held, Compress),
@@ -256,38 +257,32 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
         found = by(default(options, lowering, ANY, device, formats=formats), observe)
         if peak_of(found) <= limit_bytes:
             return found
-    if not options.recompute:
-        return by(chosen(), observe)
-    found = by(chosen(smallest=False), observe)
-    if peak_of(found) > limit_bytes:
-        tight = by(chosen(free=False, smallest=smallest), observe)
-        if peak_of(tight) <= limit_bytes or not smallest:
-            return tight
-        last = by(chosen(), observe)
-        best = min(found, tight, last, key=peak_of)
-        if best is last or observe is None:
-            return best
-        # It is told of what is taken last.
-        return by(chosen(smallest=False) if best is found else chosen(free=False), observe)
-    changed = {r.name for r in found[1] if r.op_changes}
-    rivals = (({"in_order": False}, lowering == "eager" and ChunkLogits.name not in changed),
-              ({"free": False}, RematerializeFree.name in changed))
-    way: dict[str, bool] = {}
-    seen = way  # by `observe`
-    for other in [other for other, differs in rivals if differs]:
-        plan = found[0].plan
-        if plan is None or not plan.seconds:
-            break
-        # Unseen, and no further than its first plan: `observe` is told of what is taken, and that is seldom this.
-        faster = chosen(**way, **other, smallest=False, at_most=plan.seconds * (1 - GAP))
-        begun = by(faster[:1 + next(i for i, each in enumerate(faster) if isinstance(each, PlanMemory))], None)
+    orders = ({}, {"in_order": False}) if lowering == "eager" else ({},)
+    ways = [order | how for how in ({}, {"free": False})[:1 + options.recompute] for order in orders]
+
+    def planned(way: dict[str, bool], at_most: float = math.inf) -> tuple[StepGraph, tuple[PassRecord, ...]] | None:
+        """None if there is no plan or it is not enough. No further than that, and unseen: `observe` is told of what is taken."""
+        passes = chosen(**way, smallest=False, at_most=at_most)
+        begun = by(passes[:1 + next(i for i, each in enumerate(passes) if isinstance(each, PlanMemory))], None)
         if begun[0].plan is None and peak_of(begun) > limit_bytes:
-            continue
-        seen = way | other
-        rival = by(faster, observe)
-        if peak_of(rival) <= limit_bytes:
-            found, way = rival, seen
-    return found if seen is way else by(chosen(**way, smallest=False), observe)
+            return None
+        return ended if peak_of(ended := by(passes, None)) <= limit_bytes else None
+
+    way, found = next(((way, found) for way in ways if (found := planned(way))), (ways[-1], None))
+    if found is None:
+        if not smallest:
+            return by(chosen(**way, smallest=False), observe)
+        way = min(ways[len(orders) - 1::len(orders)], key=lambda way: peak_of(by(chosen(**way), None)))
+        return by(chosen(**way), observe)
+    changed = {r.name for r in found[1] if r.op_changes}
+    for other in ({"in_order": False}, {"free": False}):
+        if (rival := way | other) in ways and rival != way and ("free" not in other or RematerializeFree.name in changed):
+            plan = found[0].plan
+            if plan is None or not plan.seconds:
+                break
+            if faster := planned(rival, plan.seconds * (1 - GAP)):
+                found, way = faster, rival
+    return by(chosen(**way, smallest=False), observe) if observe else found
 
 
 def peak_of(found: tuple[StepGraph, Sequence[PassRecord]]) -> int:

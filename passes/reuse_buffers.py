@@ -19,6 +19,8 @@ runs on the same values. The numbered rules are cited in the code.
 7. ``addmm`` takes the buffer of what it adds its product to, and no other; ``index_add``, ``index_put`` and
    the scatters that of what they write to. No other operand may live there.
 8. `of_gradients` only: sums and updates of gradients that are complete, not what passes still have to recognize.
+9. `of_backward` only: operators of backward, into what backward made and forward never reads. So a plan, which moves forward's
+   values alone, finds what is left to it.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ HIDDEN_VIEWS = (
 class ReuseBuffers(StepPass):
     name: ClassVar[str] = "reuse_buffers"
     of_gradients: bool = False
+    of_backward: bool = False
 
     def requires(self, step: StepGraph) -> str | None:
         hidden = next((n for n in step.computing() if n.target in HIDDEN_VIEWS), None)
@@ -127,10 +130,12 @@ class ReuseBuffers(StepPass):
 
     def run(self, step: StepGraph, costs: Any = None) -> None:
         _split_fma(step)
-        buffers = _Buffers(step)
+        buffers = _Buffers(step, self.of_backward)
         for node in list(step.computing()):
-            if self.of_gradients and step.phase(node) is not Phase.UPDATE and step.gradients.keys().isdisjoint(
-                    (node, *node.all_input_nodes)):
+            phase = step.phase(node)
+            if self.of_gradients and phase is not Phase.UPDATE and step.gradients.keys().isdisjoint((node, *node.all_input_nodes)):
+                continue
+            if self.of_backward and phase is not Phase.BACKWARD:
                 continue
             if node.target is aten.copy_.default:
                 buffers.write_back(step, node)
@@ -168,7 +173,8 @@ def _geometry(node: fx.Node) -> tuple:
 class _Buffers:
     """Who lives where and until when, kept up to date while results move into buffers."""
 
-    def __init__(self, step: StepGraph):
+    def __init__(self, step: StepGraph, of_backward: bool = False):
+        self.phases = step.phases if of_backward else None
         self.position = {node: i for i, node in enumerate(step.graph.nodes)}
         self.roots = storage_roots(step.graph)
         self.returned = set(step.graph.output_node().all_input_nodes)
@@ -242,6 +248,9 @@ class _Buffers:
             return False
         if root.op == "placeholder" and node in self.writes:
             return False  # what is written there later is not what the input is to hold
+        if self.phases and any(self.phases.get(each) is not Phase.BACKWARD
+                               for member in self.members[root] for each in (member, *readers(member))):
+            return False  # rule 9
         same = (a for a in (buffer, *node.all_input_nodes) if root in self.roots[a])
         if any(_geometry(a) != _geometry(node) for a in same) or not same_bytes(buffer, node):
             return False  # rule 3

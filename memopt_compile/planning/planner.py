@@ -97,7 +97,12 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
         if fine is None or fine.peak_bytes <= limit:
             break
         proved = max(proved, fine.seconds * (1 - fine.gap))
-    return fine if fine and fine.peak_bytes <= limit and not burst and aim == limit else fastest()
+    if fine and fine.peak_bytes <= limit and not burst and aim == limit:
+        return fine
+    if (plan := fastest()) is None and not burst:
+        tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
+        plan = fastest()
+    return plan
 
 
 def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int, proved: float) -> Solution | None:

@@ -9,6 +9,7 @@ from memopt_compile.measure import measure
 from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.release_gradients import ReleaseGradients
 from memopt_compile.passes.reuse_buffers import POINTWISE, ReuseBuffers
+from memopt_compile.step_graph import Phase
 
 STORY = Canonicalize(), ReleaseGradients(), ReuseBuffers()
 
@@ -255,6 +256,43 @@ update:
 return None
 """
     )
+
+
+def test_of_backward():
+    """Operators of backward write into what backward made. What forward made stays, and what it reads behind backward."""
+    def update(p, x):
+        hidden = torch.exp(torch.mm(x, p) * 2)
+        twice = seed(hidden) * hidden * 3 * 2
+        there = twice * hidden
+        return gradient(torch.cos(torch.addmm(torch.mm(x.t(), there), x.t(), hidden))), torch.neg(torch.neg(twice))
+
+    step = by_hand(update, ("p", doubles(4, 4)), ("x", doubles(2, 4)))
+    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default):
+        step.phases[node] = Phase.FORWARD
+    check(step, ReuseBuffers(of_backward=True))
+    assert step.text() == """\
+p0: f64[4, 4]  # parameter trained
+x0: f64[2, 4]  # batch
+forward:
+  mm_0: f64[2, 4] = mm(x0, p0)
+  mul_0: f64[2, 4] = mul(mm_0, 2)
+  exp_0: f64[2, 4] = exp(mul_0)
+backward:
+  full_0: f64[2, 4] = full([2, 4], 1, device=cpu, dtype=torch.float64, pin_memory=False)
+  mul_1: f64[2, 4] = mul_(full_0, exp_0)
+  mul_2: f64[2, 4] = mul_(mul_1, 3)
+  mul_3: f64[2, 4] = mul_(mul_2, 2)
+  mul_4: f64[2, 4] = mul(mul_3, exp_0)
+  t_0: f64[4, 2] = t(x0)
+  mm_1: f64[4, 4] = mm(t_0, mul_4)
+  t_1: f64[4, 2] = t(x0)
+  addmm_0: f64[4, 4] = addmm_(mm_1, t_1, exp_0)
+  cos_0: f64[4, 4] = cos_(addmm_0)
+forward:
+  neg_0: f64[2, 4] = neg(mul_3)
+  neg_1: f64[2, 4] = neg(neg_0)
+return cos_0, neg_1
+"""
 
 
 def test_a_piece_that_is_still_needed_keeps_the_whole():
