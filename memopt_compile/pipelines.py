@@ -252,7 +252,7 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
         return twin, records + run(twin, passes[knows:], workspace, workspace, observe)
 
     if free is not None:
-        return by(chosen(free=free), observe)
+        return by(chosen(free=free, in_order=False), observe)
     if lowering == "eager" and smallest:  # a step may fit only once it writes into dead buffers, which no plan foresees
         found = by(default(options, lowering, ANY, device, formats=formats), observe)
         if peak_of(found) <= limit_bytes:

@@ -87,14 +87,15 @@ def uses(reader: fx.Node) -> Iterator[tuple[fx.Node, str, Use]]:
 
 
 def _use(reader: fx.Node, operand: fx.Node, argument: str) -> Use:
-    name = reader.target._schema.name.split("::")[1]
+    name = _name(reader)
     if not _floating(operand) or not _floating(reader):
         return E  # integers and booleans decide
     if name in SAVED:
         return SAVED[name].get(argument, E)
     if name in LINEAR:
         return T
-    if torch.Tag.pointwise not in reader.target.tags:
+    packet = getattr(getattr(torch.ops, reader.target.namespace), name, None)
+    if packet is None or all(torch.Tag.pointwise not in getattr(packet, form).tags for form in packet.overloads()):
         return E
     if name == "pow":
         exponent = reader.args[1]
@@ -123,7 +124,8 @@ def may_follow(operation: fx.Node, operand: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, OPERATOR) else ""
+    """Of the operator, wherever it writes its result."""
+    return node.target._schema.name.split("::")[1].removesuffix("_") if isinstance(node.target, OPERATOR) else ""
 
 
 def _floating(node: fx.Node) -> bool:
@@ -184,9 +186,10 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
 
 def only_for_gradients(step: StepGraph) -> set[fx.Node]:
     """The nodes of backward from which nothing leads anywhere but through a parameter's gradient."""
-    found = set(step.gradients)
+    found, roots = set(step.gradients), storage_roots(step.graph)
     for node in reversed(list(step.computing())):
-        if (step.phase(node) is Phase.BACKWARD and not mutated_args(node)
+        if (step.phase(node) is Phase.BACKWARD
+                and all(step.phases.get(root) is Phase.BACKWARD for a in mutated_args(node) for root in roots[a])
                 and all(user in found for user in node.users)):
             found.add(node)
     return found
