@@ -150,7 +150,7 @@ def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_prov
     with mock.patch.object(planner, "SMALL", 0), mock.patch.object(planner, "_found", {}):
         plan = planner.cheapest(found, limit, together)
     assert plan.peak_bytes == simulate(found, plan.again, plan.packed).peak_bytes <= limit
-    assert plan.gap <= planner.COARSE and plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
+    assert plan.gap <= 0.15 and plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
 
 
 def test_equal_problems_are_planned_once():

@@ -3,7 +3,7 @@ the smallest peak.
 
 Plans come of an integer program (`integer_program`), of which only some positions are written out. A plan is simulated
 exactly (`rematerialization.simulate`); where it is over the limit that position is added, or, if it is there and the
-chain of recomputations itself is what overflows, held to as much less; then it is solved again. HiGHS (through scipy)
+chain of recomputations itself is what overflows, held to as much less (or half of it); then it is solved again. HiGHS (through scipy)
 proves the gap of its last solution. Where that leaves the plan as it is, the program aims a little lower (`LESS`). Where a plan
 overflows by more than `BURST` no position is what is missing: then it is changed until it fits (`mending`), which is faster
 than to solve a large program that does not know why. The gap is then that of the program's bound for the first solution;
@@ -31,7 +31,8 @@ PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 SMALL = 5000  # rows of a program that is solved finely even so; larger ones are where the changed plan is not proved to `COARSE`
-LESS = (0, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
+LESS = (0, 0.002, 0.005, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
+FAR = 8  # times a step of these, beyond which it is passed by: so far above the limit is the last plan
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
@@ -79,7 +80,8 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
 
     def fastest() -> Solution | None:
         plans = (_mended(problem, groups, each, limit, proved)
-                 for i, each in enumerate(tries) if each and each.again not in [t.again for t in tries[:i] if t])
+                 for i, each in enumerate(tries)
+                 if each and (each.again, each.packed) not in [(t.again, t.packed) for t in tries[:i] if t])
         return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
 
     large = burst and len(model.rows.low) > SMALL
@@ -89,26 +91,31 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
             return plan
     if rough.peak_bytes <= limit:
         model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
-    for aim in (int(limit * (1 - less)) for less in LESS):
-        fine = _nearest(model, limit, slack, GAP, ROUNDS, aim)
-        if fine and aim < limit:  # its own bound is of another limit
-            fine = replace(fine, gap=_gap(fine.seconds, proved))
+    over = 0.0
+    for less in LESS:
+        if less < over / FAR:
+            continue
+        fine = _nearest(model, limit, slack, GAP, ROUNDS, int(limit * (1 - less)))
         tries.append(fine)
+        if fine and not less:
+            proved = max(proved, fine.seconds * (1 - fine.gap))
         if fine is None or fine.peak_bytes <= limit:
             break
-        proved = max(proved, fine.seconds * (1 - fine.gap))
-    if fine and fine.peak_bytes <= limit and not burst and aim == limit:
-        return fine
+        over = fine.peak_bytes / limit - 1
     if (plan := fastest()) is None and not burst:
         tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
         plan = fastest()
+    if plan and plan.gap > GAP and any(slack.values()):  # is it that much slower than what nothing is held to less in?
+        free = model.solve(dict.fromkeys(slack, 0), limit, GAP)
+        if free:
+            plan = replace(plan, gap=_gap(plan.seconds, max(proved, problem.cost(*free[:2]) * (1 - free[2]))))
     return plan
 
 
 def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int, proved: float) -> Solution | None:
     """`plan`, changed until it fits, with its distance from the seconds that are `proved` to be needed."""
     if plan.peak_bytes <= limit:
-        return plan
+        return replace(plan, gap=_gap(plan.seconds, proved))
     again = mended(problem, groups, plan.again, plan.packed, limit)
     if again is None:
         return None
@@ -172,17 +179,23 @@ def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
              rounds: int = ROUNDS, aim: int | None = None) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
     to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row.
-    The program's limit is `aim`, if that is given."""
-    problem, nearest, aim, last = model.problem, None, limit if aim is None else aim, None
+    Positions that are held to so much less that nothing is left are held to half as much less, once. The program's limit
+    is `aim`, if that is given."""
+    problem, nearest, aim, last, halved = model.problem, None, limit if aim is None else aim, None, False
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
+        if solved is None and nearest and not halved:
+            halved = True
+            slack.update((position, less // 2) for position, less in slack.items())
+            continue
         if solved is None or solved[:2] == last:
             break
         again, packed, proved, _ = solved
         last = again, packed
         outcome = simulate(problem, again, packed)
         if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
-            nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), proved, packed)
+            held = any(slack.values())  # then plans that fit may be missing
+            nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0 if held else proved, packed)
         if outcome.peak_bytes <= limit:
             break
         _tighten(slack, outcome.live, outcome.at, aim)
