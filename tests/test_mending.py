@@ -153,6 +153,16 @@ def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_prov
     assert plan.gap <= 0.15 and plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
 
 
+@pytest.mark.parametrize("share", [0.43, 0.45, 0.46])
+def test_a_bound_on_seconds_hides_no_plan(share):
+    found = asked()
+    limit, together = int(share * max(found.live)), groups(found)
+    plan = planner.cheapest(found, limit, together)
+    with mock.patch.object(planner, "_found", {}):
+        bounded = planner.cheapest(found, limit, together, at_most=1.0001 * plan.seconds)
+    assert bounded.seconds <= 1.0001 * plan.seconds and bounded.peak_bytes <= limit
+
+
 def test_equal_problems_are_planned_once():
     found, twin = asked(), problem(prepared().copy(), roofline("cpu"))
     assert fingerprint(found) == fingerprint(twin)

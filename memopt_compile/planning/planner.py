@@ -84,9 +84,13 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
                  if each and (each.again, each.packed) not in [(t.again, t.packed) for t in tries[:i] if t])
         return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
 
+    def any_plan() -> Solution | None:  # of any seconds: what it is changed to may be fast
+        anew = model if at_most == math.inf else Program(problem, groups)
+        return _nearest(anew, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW)
+
     large = burst and len(model.rows.low) > SMALL
     if burst:
-        tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
+        tries.append(any_plan())
         if large and (plan := fastest()) and plan.gap <= COARSE:
             return plan
     if rough.peak_bytes <= limit:
@@ -103,7 +107,7 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
             break
         over = fine.peak_bytes / limit - 1
     if (plan := fastest()) is None and not burst:
-        tries.append(_nearest(model, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW))
+        tries.append(any_plan())
         plan = fastest()
     if plan and plan.gap > GAP and any(slack.values()):  # is it that much slower than what nothing is held to less in?
         free = model.solve(dict.fromkeys(slack, 0), limit, GAP)
