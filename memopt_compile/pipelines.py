@@ -138,6 +138,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (held and eager and not in_order, partial(RunInSlabs, unplanned=True)),
         # Forward's values are what a plan moves; what backward writes in place needs no room in it.
         (held and eager, partial(ReuseBuffers, of_backward=True)),
+        # What has been cut in parts has an order of its own.
+        (held and eager, ReleaseGradients),
+        (held and eager, ScheduleForPeak),
         (held, plan),
         (held, Recompute),
         (held, Compress),

@@ -143,7 +143,8 @@ def test_the_story_under_a_budget(lowering):
         names = [p.name for p in pipelines.default(Options(lowering=lowering), lowering, 2**30,
                                                    torch.device("cpu"), in_order=in_order)]
         parts = [] if in_order else ["chunk_logits", "run_in_slabs"]
-        added = {"eager": ["reuse_buffers", "run_in_slabs", "join_backwards", "replay_dropout", *parts, "reuse_buffers"],
+        added = {"eager": ["reuse_buffers", "run_in_slabs", "join_backwards", "replay_dropout", *parts, "reuse_buffers",
+                           "release_gradients", "schedule_for_peak"],
                  "inductor": ["join_backwards", "chunk_logits"]}[lowering]
         assert names == [*free[:at], *added, "plan_memory", "recompute", "compress", "schedule_for_peak", *free[at:]]
     without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)
