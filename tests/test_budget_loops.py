@@ -164,3 +164,24 @@ def test_trained_as_without_a_budget(name, lowering):
         torch.testing.assert_close(got[0], losses, rtol=tolerance, atol=tolerance)
         for one, other in zip(got[1], parameters, strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.25])
+def test_a_plan_knows_what_parts_of_the_logits_come_to(share):
+    """Their sums are made in place and they are ordered before the plan, so that no budget is left over behind it."""
+    model = nn.Sequential(nn.Embedding(1024, 64), *[Block(64) for _ in range(6)], nn.Linear(64, 1024))
+    opt = ADAMW(model.parameters())
+
+    def step(x):
+        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    x = torch.randint(1024, (8, 32))
+    free = memopt.explain(step, x, lowering="eager")
+    budget = free.resident_bytes + int(share * (free.predicted_peak_bytes - free.resident_bytes))
+    report = memopt.explain(step, x, lowering="eager", memory_budget=budget)
+    assert "chunk_logits" in {p.name for p in report.passes if p.op_changes} and report.plan.again
+    assert report.plan.peak_bytes == report.predicted_peak_bytes - report.resident_bytes
