@@ -185,13 +185,18 @@ def sensitivity(step: StepGraph, compress: str | None) -> Sensitivity:
 
 
 def only_for_gradients(step: StepGraph) -> set[fx.Node]:
-    """The nodes of backward from which nothing leads anywhere but through a parameter's gradient."""
+    """The nodes of backward from which nothing leads anywhere but through a parameter's gradient. Of those that write in
+    place none into what forward made, or anything else reads later."""
     found, roots = set(step.gradients), storage_roots(step.graph)
+    gradients = {root for node in found for root in roots[node]}
+    elsewhere = {root for value in step.graph.output_node().all_input_nodes for root in roots[value]} - gradients
     for node in reversed(list(step.computing())):
-        if (step.phase(node) is Phase.BACKWARD
-                and all(step.phases.get(root) is Phase.BACKWARD for a in mutated_args(node) for root in roots[a])
-                and all(user in found for user in node.users)):
+        if (step.phase(node) is Phase.BACKWARD and all(user in found for user in node.users)
+                and all(step.phases.get(root) is Phase.BACKWARD and root not in elsewhere
+                        for argument in mutated_args(node) for root in roots[argument])):
             found.add(node)
+        elif node not in found:
+            elsewhere.update({root for value in node.all_input_nodes for root in roots[value]} - gradients)
     return found
 
 

@@ -28,6 +28,7 @@ from memopt_compile.passes.canonicalize import Canonicalize
 from memopt_compile.passes.compress import Compress
 from memopt_compile.passes.plan_memory import PlanMemory
 from memopt_compile.passes.recompute import Recompute
+from memopt_compile.passes.reuse_buffers import ReuseBuffers
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.planning.packing import candidates
 from memopt_compile.planning.rematerialization import Means
@@ -281,6 +282,17 @@ def test_what_a_metric_reads_behind_backward_stays_exact():
         Canonicalize().run(step)
         hidden = next(n for n in step.computing() if n.target is torch.ops.aten.mm.default)
         assert sensitivity(step, "auto").formats[hidden] == expected
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh])
+def test_formats_do_not_depend_on_where_backward_writes(activation):
+    step = stack(*blocks(activation, lambda: nn.LayerNorm(32)), batch=512)
+    found = {node.name: (found.use[node], forms) for found in (sensitivity(step, "auto"),) for node, forms in found.formats.items()}
+    before = step.op_counts()
+    ReuseBuffers(of_backward=True).run(step)
+    now = sensitivity(step, "auto")
+    assert step.op_counts() != before and {node.name: (now.use[node], forms) for node, forms in now.formats.items()} == found
+    assert sum(any("int4" in form for form in forms) for _, forms in found.values()) >= 4
 
 
 def test_pass_is_a_frozen_value():
