@@ -63,22 +63,19 @@ NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 
 
 def default(options: Options, lowering: str, limit_bytes: int | None = None,
-            device: torch.device | None = None, free: bool = True, smallest: bool = True,
-            formats: Mapping[str, str] = NO_FORMATS, at_most: float = math.inf,
-            in_order: bool = True) -> tuple[StepPass, ...]:
+            device: torch.device | None = None, free: bool = True, smallest: bool = True, formats: Mapping[str, str] = NO_FORMATS,
+            at_most: float = math.inf, in_order: bool = True) -> tuple[StepPass, ...]:
     """The passes that `options` ask for. Read it as the story of what happens to a step.
 
-    `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what
-    runs again; with `smallest` a plan is taken even if none fits, and none that adds more than `at_most`
-    seconds. `formats` by an activation's name are offered in place of "int4 outliers". With `in_order` the
-    eager lowering, an oracle, adds up as the step does.
+    `limit_bytes` is what its peak shall not exceed on `device`. Without `free` only the planner says what runs again; with
+    `smallest` a plan is taken even if none fits, and none that adds more than `at_most` seconds. `formats` by an activation's
+    name are offered in place of "int4 outliers". With `in_order` the eager lowering, an oracle, adds up as the step does.
     """
     eager = lowering == "eager"
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error,
                   tuple(sorted(formats.items())), options.offload, options.partition_activations)
-    plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs,
-                   at_most=at_most)
+    plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs, at_most=at_most)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
         (True, Canonicalize),
@@ -237,11 +234,10 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
             free: bool | None, smallest: bool) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step as it is planned for `limit_bytes`.
 
-    What is computed again for free may be in the way of a tight limit: whole chains of it can be alive
-    at once, and the planner does not take them back. So all of it is left to the planner too. And a plan that
-    adds up as the step does may have to compute much again for logits that are there whole. Of all ways the one
-    that adds least time is taken, or else a smaller limit could have the faster step. If nothing fits with free
-    recomputation nor without, the smaller peak of both is taken; it is not looked for unless `smallest`.
+    What is computed again for free may be in the way of a tight limit: whole chains of it can be alive at once, and the
+    planner does not take them back. So all of it is left to the planner too. And a plan that adds up as the step does may
+    have to compute much again for logits that are there whole. Of all ways the one that adds least time is taken, or else a
+    smaller limit could have the faster step. If none fits the smallest peak is; it is not looked for unless `smallest`.
     """
     chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
 
@@ -262,30 +258,36 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
             return found
     orders = ({}, {"in_order": False}) if lowering == "eager" else ({},)
     ways = [order | how for how in ({}, {"free": False})[:1 + options.recompute] for order in orders]
+    told: Any = None  # the way that `observe` has seen last: it is to be the one that is taken
+
+    def whole(way: dict[str, bool], **settings: Any) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+        nonlocal told
+        told = way
+        return by(chosen(**way, **settings), observe)
 
     def planned(way: dict[str, bool], at_most: float = math.inf) -> tuple[StepGraph, tuple[PassRecord, ...]] | None:
-        """None if there is no plan or it is not enough. No further than that, and unseen: `observe` is told of what is taken."""
-        passes = chosen(**way, smallest=False, at_most=at_most)
-        begun = by(passes[:1 + next(i for i, each in enumerate(passes) if isinstance(each, PlanMemory))], None)
-        if begun[0].plan is None and peak_of(begun) > limit_bytes:
-            return None
-        return ended if peak_of(ended := by(passes, None)) <= limit_bytes else None
+        """None if there is no plan or it is not enough."""
+        if at_most < math.inf or lowering == "eager":  # seldom taken: unseen, and no further than the plan
+            passes = chosen(**way, smallest=False, at_most=at_most)
+            begun = by(passes[:1 + next(i for i, each in enumerate(passes) if isinstance(each, PlanMemory))], None)
+            if begun[0].plan is None and peak_of(begun) > limit_bytes:
+                return None
+        return ended if peak_of(ended := whole(way, smallest=False, at_most=at_most)) <= limit_bytes else None
 
     way, found = next(((way, found) for way in ways if (found := planned(way))), (ways[-1], None))
     if found is None:
         if not smallest:
-            return by(chosen(**way, smallest=False), observe)
-        way = min(ways[len(orders) - 1::len(orders)], key=lambda way: peak_of(by(chosen(**way), None)))
-        return by(chosen(**way), observe)
-    changed = {r.name for r in found[1] if r.op_changes}
+            return whole(way, smallest=False)
+        way, found = min(((way, whole(way)) for way in ways[len(orders) - 1::len(orders)]), key=lambda each: peak_of(each[1]))
+        return found if told is way else whole(way)
+    changed, bound = {r.name for r in found[1] if r.op_changes}, math.inf
     for other in ({"in_order": False}, {"free": False}):
         if (rival := way | other) in ways and rival != way and ("free" not in other or RematerializeFree.name in changed):
-            plan = found[0].plan
-            if plan is None or not plan.seconds:
+            if not (found[0].plan and found[0].plan.seconds):
                 break
-            if faster := planned(rival, plan.seconds * (1 - GAP)):
-                found, way = faster, rival
-    return by(chosen(**way, smallest=False), observe) if observe else found
+            if faster := planned(rival, at_most := found[0].plan.seconds * (1 - GAP)):
+                found, way, bound = faster, rival, at_most
+    return found if told is way or observe is None else whole(way, smallest=False, at_most=bound)
 
 
 def peak_of(found: tuple[StepGraph, Sequence[PassRecord]]) -> int:
