@@ -188,7 +188,7 @@ def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
     problem, nearest, aim, last, halved = model.problem, None, limit if aim is None else aim, None, False
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
-        if solved is None and nearest and not halved:
+        if solved is None and nearest and not halved and any(slack.values()):
             halved = True
             slack.update((position, less // 2) for position, less in slack.items())
             continue
