@@ -150,7 +150,8 @@ def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_prov
     with mock.patch.object(planner, "SMALL", 0), mock.patch.object(planner, "_found", {}):
         plan = planner.cheapest(found, limit, together)
     assert plan.peak_bytes == simulate(found, plan.again, plan.packed).peak_bytes <= limit
-    assert plan.gap <= 0.15 and plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
+    assert plan.seconds <= to_its_end.seconds / (1 - planner.COARSE)
+    assert plan.gap <= max(planner.COARSE, to_its_end.gap) <= 0.15  # a program that holds positions to less proves nothing
 
 
 @pytest.mark.parametrize("share", [0.43, 0.45, 0.46])
