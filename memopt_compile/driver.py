@@ -115,7 +115,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         inductor.warm_up({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     record = Compilation(kind=kind, options=opts, lowering=lowering, where=notes.where,
                          reason=notes.reason, device=_device(example_inputs))
-    remember(notes.frame, record)
+    remember(notes.function, record)
     behind = kind == "model" and metrics
     log.info("%s: %s", notes.where, "what follows the step, compiled apart" if behind else _kind_line(kind, notes))
     if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(kinds.results(gm)):
@@ -185,7 +185,7 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
     """The same for a frame of which Dynamo compiles nothing, so that no graph comes to the backend."""
     if notes.reason and (notes.backwards or notes.left or notes.step not in telling.stepped):
         opts = Options.from_dict(options)
-        remember(notes.frame, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
+        remember(notes.function, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
                                           reason=notes.reason))
         folding.check(opts, "model", notes)
         _check_budget(opts, "model", notes)
@@ -229,7 +229,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
         if record.options.partition_activations:
             step.parallel = tensor_parallel.group_of(step, origin, notes.where)
             mesh = mesh or step.parallel.mesh
-        run = zero.together(lambda: programs.fitted(step, record), record, mesh, notes.frame)
+        run = zero.together(lambda: programs.fitted(step, record), record, mesh, notes.function)
         return zero.with_wholes(run, wholes) if wholes else run
 
     def differentiate(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -252,7 +252,7 @@ def _compile_step(gm: fx.GraphModule, example_inputs: Sequence[Any], record: Com
             notes.trace_again(unlike or "the step is not whole")
         unbounded = _cause(error, data_sizes.REFUSED)
         if data_sizes.are_avoidable() and (unbounded or not _caused_by(error, (MemoptError, _NotWhole))):
-            forget(notes.frame, record)
+            forget(notes.function, record)
             data_sizes.trace_without(notes.where, unbounded or error)
         if checks.branches(gm):
             notes.branch_at_once()

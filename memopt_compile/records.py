@@ -213,7 +213,7 @@ def code_of(step: Callable[..., Any]) -> CodeType:
     Raises:
         OptionError: `step` is no Python function.
     """
-    function = compat.with_optimized_original(step)
+    function = compat.undecorated(compat.with_optimized_original(step))
     if not hasattr(function, "__code__"):
         raise OptionError(f"a {type(step).__name__} is no training step", where=repr(step)[:80],
                           do="give the function, method or module that torch.compile was given")

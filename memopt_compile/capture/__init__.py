@@ -51,7 +51,8 @@ gradient.register_fake(lambda value: torch.empty_like(value))
 class Notes:
     """What was seen while one frame was traced, for the backend that gets its graph."""
 
-    frame: Any = None
+    frame: Any = None  # code that is traced
+    function: Any = None  # code of the user's function that it is, or is around
     step: Any = None
     trace: Any = None
     where: str = ""
@@ -331,13 +332,13 @@ def _call_function(original: Callable, self: Any, tx: Any, args: Any, kwargs: An
 
 
 @contextlib.contextmanager
-def scope(step: Any, code: Any, options: Any = None,
+def scope(step: Any, frame: Any, options: Any = None,
           left: Callable[[Any, Notes], None] = lambda options, notes: None) -> Iterator[Notes]:
     """Trace a frame of `step` for whole-step capture. `left` is told of one that Dynamo leaves to Python, and may refuse."""
     global _notes
-    given = options or {}
+    given, code, own = options or {}, frame.f_code, frames.users_code(frame)
     outer, _notes = _notes, Notes(
-        frame=code, step=step, where=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}",
+        frame=code, function=own, step=step, where=f"{own.co_filename.rsplit('/', 1)[-1]}:{own.co_firstlineno}",
         resumed=code.co_name.startswith("torch_dynamo_resume_in_"), stepped=step in telling.stepped,
         folds=given.get("accumulate") == "optimizer_states", eager=given.get("lowering") == "eager",
         needs="memory_budget" if given.get("memory_budget") is not None else "accumulate" if given.get(
@@ -389,6 +390,6 @@ def install(is_ours: Callable[[Any], bool], left: Callable[[Any, Notes], None]) 
             return contextlib.nullcontext()
         # In an update outside its step there is nothing to save, and each step has gradients of its own to trace it for.
         beside = torch_optim.is_update(frame) or telling.is_beside(step, frame.f_code)
-        return None if beside else scope(step, frame.f_code, options, left)
+        return None if beside else scope(step, frame, options, left)
 
     return frames.frame_hook(wrap)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -292,6 +293,16 @@ def with_optimized_original(function: Any) -> Any:
         function = getattr(function, "_orig_mod", function).forward
     function = undisabled(function)
     return getattr(function, "__func__", function)
+
+
+_TORCH = os.path.join(torch.__path__[0], "")
+
+
+def undecorated(function: Any) -> Any:
+    """The user's function below torch's decorators, such as `torch.no_grad()` or `torch.autocast`."""
+    while hasattr(function, "__wrapped__") and function.__code__.co_filename.startswith(_TORCH):
+        function = with_optimized_original(function.__wrapped__)
+    return function
 
 
 def undisabled(function: Callable) -> Callable:

@@ -12,9 +12,13 @@ from typing import Any
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import InternalTorchDynamoError, UserError
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn
 
+from . import undecorated, with_optimized_original
 from .sizes import GuardOnDataDependentSymNode
+
+_AROUND = [wrap_inline(len).__code__]
 
 
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
@@ -27,6 +31,15 @@ def backend_of(frame_converter: Any) -> tuple[Any, Any]:
         if inner is None:
             return backend, options
         backend = inner
+
+
+def users_code(frame: Any) -> Any:
+    """The code of the user's function that a frame is of. Around functions of torch's own files, as decorators of torch's
+    make of a step, Dynamo puts one frame of its own, the same code for all."""
+    code = frame.f_code
+    if code in _AROUND:
+        code = getattr(undecorated(with_optimized_original(frame.f_locals["fn"])), "__code__", code)
+    return code
 
 
 def frame_hook(wrap: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:

@@ -118,14 +118,16 @@ def _copy(step: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo keeps programs by code object, and what it has learnt of sizes by file, line and name:
     hence a name of its own, or planning for one batch would make the next batch dynamic.
     """
-    code = code_of(step)
+    code_of(step)  # or there is none
     bound = step.forward if isinstance(step, torch.nn.Module) else step
     original = compat.with_optimized_original(step)
     owner = getattr(getattr(bound, "_torchdynamo_orig_callable", bound), "__self__", None)
+    code = original.__code__
     name = f"{code.co_name}_planned_{next(_numbers)}"
     copy = FunctionType(code.replace(co_name=name), original.__globals__, name,
                         original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__dict__.update(original.__dict__)
     copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
     return copy if owner is None else MethodType(copy, owner)
 
