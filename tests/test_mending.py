@@ -1,6 +1,7 @@
 """Plans that overflow, changed until their simulation fits."""
 
 import functools
+import math
 import sys
 from pathlib import Path
 from unittest import mock
@@ -178,3 +179,16 @@ def test_equal_problems_are_planned_once():
         assert fingerprint(found) != fingerprint(twin)
         planner.cheapest(twin, limit, groups(twin))
         assert solved.call_count > count
+
+
+def test_moments_in_a_burst_have_rows():
+    """A plan that positions can only hold to less comes out faster with rows for what overflows in its bursts."""
+    found = asked()
+    limit, together = int(0.46 * max(found.live)), groups(found)
+    plan = planner._by_positions(found, limit, together, math.inf)
+    assert planner.GAP < plan.gap <= planner.FUTILE
+    faster = planner._by_moments(found, limit, together, plan)
+    assert faster.seconds < 0.97 * plan.seconds
+    assert faster.peak_bytes == simulate(found, faster.again, faster.packed).peak_bytes <= limit
+    assert faster.seconds * (1 - faster.gap) == pytest.approx(plan.seconds * (1 - plan.gap))  # the bound is that of positions
+

@@ -27,7 +27,16 @@ keeps it in s_vf bytes.
                 d_v ≤ r_o                  where o has to run together with any change of v
 
 where at p the sum goes over the values in their gap, e_v < p < f_v, and fixed_p has what is alive
-there whatever is chosen. r_o = 0 where o may not run again (random numbers, collectives, reads of
+there whatever is chosen. What runs again right before p is a burst, with values in its midst of which backward reads
+nothing. A row for a `Moment` of it, when x runs again, has those too:
+
+    i_v ≥ a_yp − k_v           y reads v in the burst, x itself or later; x or an earlier one makes it (`_in_between`)
+    Σ_v s_v · (k_v + (a_op or b_vp)) + Σ_v s_v · i_v + Σ_vf s_vf · c_vf + fixed_x ≤ limit   but for o later in the burst
+
+with the order of the burst that a plan has shown, and as if nothing in it could have run again before. A plan with another
+burst may need less, so that such rows guide and nothing is proved by them.
+
+r_o = 0 where o may not run again (random numbers, collectives, reads of
 what is overwritten). The linear program bounds well: memory at p is at least max(k_u, a_xp).
 
 Equal layers share decisions, in groups of halving size, so that any number of layers can have
@@ -52,7 +61,7 @@ from typing import Any
 import numpy as np
 
 from .packing import Packed
-from .rematerialization import NEVER, Problem, latest_runs
+from .rematerialization import NEVER, Problem, carried, latest_runs
 
 NODES = 100  # of the search tree for one solution
 PEAK_NODES = 50  # the same for the smallest peak, of which good solutions come early
@@ -60,6 +69,20 @@ SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
 
 Terms = tuple[tuple[float, int], ...]  # factors of columns
+
+
+@dataclass(frozen=True)
+class Moment:
+    """In a burst of what runs again right before `position`, that at which `operation` does: behind those that ran
+    `earlier` in it and before those `later`."""
+
+    position: int
+    operation: int
+    earlier: frozenset[int]
+    later: frozenset[int]
+
+
+Point = int | Moment
 
 
 @contextlib.contextmanager
@@ -109,8 +132,8 @@ class Rows:
 class Program:
     """The variables: an r for each group that may run again, a c for each group and format, a k for
     each value, a d for each if any format is lossy; the peak; and an a or b for each operation or
-    value and position that a chain can reach. `strict` programs know that what runs again is not kept, and bound the
-    smallest peak better; within a limit, plans that were changed beside bursts, of which no program knows, come out of the others."""
+    value and position that a chain can reach. `strict` programs know that what runs again is not kept, bound the smallest
+    peak better and need that for moments; within a limit, plans that were changed beside bursts come out of the others."""
 
     def __init__(self, problem: Problem, groups: Sequence[int], at_most: float = math.inf, strict: bool = False):
         self.problem, self.strict = problem, strict
@@ -137,7 +160,9 @@ class Program:
             self._differences()
         self.peak = self._column("peak")
         self.chains: dict[tuple[str, int, int], int] = {}  # the variables a and b
-        self.fits: dict[int, int] = {}  # the row of each position that is written out
+        self.chained: set[int] = set()  # positions for which these are written out
+        self.fits: dict[Point, int] = {}  # the row of each point that is written out
+        self.carried = carried(problem)
         self.out: dict[int, int] = {}  # decisions, and what they are in every plan that is wanted
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
@@ -159,7 +184,7 @@ class Program:
                 self.rows.add(low, ((1, self.columns[key]), *terms))
         return self.columns[key]
 
-    def solve(self, slack: dict[int, int], limit: int | None, gap: float
+    def solve(self, slack: dict[Point, int], limit: int | None, gap: float
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
         """(operations to run again, values to pack, gap, modelled peak bytes), or None if nothing fits.
 
@@ -183,7 +208,7 @@ class Program:
         packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
         return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
 
-    def rule_out(self, slack: dict[int, int], limit: int, seconds: float, error: float) -> None:
+    def rule_out(self, slack: dict[Point, int], limit: int, seconds: float, error: float) -> None:
         """A plan of so many seconds and so much error fits `limit`. Decide what no faster one decides otherwise: with reduced
         costs at least as large as that plan's distance from the relaxed program's optimum."""
         from scipy.optimize import linprog
@@ -200,15 +225,14 @@ class Program:
             elif -relaxed.upper.marginals[column] > known - relaxed.fun:
                 self.out[column] = 1
 
-    def _written(self, slack: dict[int, int], limit: int | None) -> tuple[Any, ...]:
+    def _written(self, slack: dict[Point, int], limit: int | None) -> tuple[Any, ...]:
         """(cost, least and most of each column, rows, their lower bounds) with the positions of `slack`."""
-        for position in slack:
-            if position not in self.fits:
-                self._chains(position)
-                self._fits(position)
+        for point in slack:
+            if point not in self.fits:
+                self._fits(point)
         low = np.array(self.rows.low)
-        for position, less in slack.items():
-            low[self.fits[position]] += less / self.unit
+        for point, less in slack.items():
+            low[self.fits[point]] += less / self.unit
         columns = len(self.columns)
         cost, most = np.zeros(columns), np.ones(columns)
         most[self.peak] = np.inf if limit is None else limit / self.unit
@@ -275,6 +299,9 @@ class Program:
 
     def _chains(self, position: int) -> None:
         """Operations that have run again by `position` because another has, last ones first."""
+        if position in self.chained:
+            return
+        self.chained.add(position)
         for o in range(len(self.problem.operations) - 1, -1, -1):
             operation = self.problem.operations[o]
             runs = self.run[o] is not None and self.first[o] > position
@@ -299,14 +326,17 @@ class Program:
             return self.run[x]
         return self.chains.get(("again", x, position))
 
-    def _fits(self, position: int) -> None:
+    def _fits(self, point: Point) -> None:
         terms: list[tuple[float, int]] = [(1.0, self.peak)]
-        fixed = self.problem.live[position]
+        moment = point if isinstance(point, Moment) else None
+        position = moment.position if moment else point
+        self._chains(position)
+        fixed, behind = (self.carried[position], position - 1) if moment else (self.problem.live[position], position)
         for v, value in enumerate(self.problem.values):
             size, packed = value.nbytes / self.unit, self.pack[v]
             if size < TINY or value.last > position:
                 continue
-            in_gap = value.needed and position < value.first
+            in_gap = value.needed and behind < value.first
             if value.last < position:
                 if in_gap:
                     if self.run[value.operation] is None and not packed:
@@ -314,11 +344,34 @@ class Program:
                     fixed -= value.nbytes
                     terms.append((-size, self.kept[v]))
                     key = ("back", v) if packed else ("again", value.operation)
-                    if (chain := self.chains.get((*key, position))) is not None:
+                    chain = self._by(value.operation, position) if key[0] == "again" else self.chains.get((*key, position))
+                    if chain is not None and not (moment and value.operation in moment.later):
                         terms.append((-size, chain))
                 elif position <= self.until[v] and (not value.needed or value.final < position):
                     terms.append((-size, self.kept[v]))  # only as an operand of what runs again
             if in_gap or not value.needed and position <= self.until[v]:
                 terms += [(-p.nbytes / self.unit, c) for c, p in packed.items()]
-        self.fits[position] = len(self.rows.low)
+        if moment:
+            terms += self._in_between(moment)
+        self.fits[point] = len(self.rows.low)
         self.rows.add(fixed / self.unit, terms)
+
+    def _in_between(self, moment: Moment) -> Iterator[tuple[float, int]]:
+        """What is there for the burst alone: values of which backward reads nothing from there on."""
+        o, problem = moment.operation, self.problem
+
+        def ran(x: int) -> Terms:
+            column = self._by(x, moment.position)
+            return () if column is None else ((-1.0, column),)
+
+        yield from ((factor * problem.workspace(problem.operations[o].node) / self.unit, column) for factor, column in ran(o))
+        for v, value in enumerate(problem.values):
+            readers = [x for x in self.readers[v] if x == o or x in moment.later]
+            makes = value.operation == o
+            if (value.needed and value.final >= moment.position or self.pack[v]
+                    or not (makes or value.operation in moment.earlier or o in readers)):
+                continue
+            kept: Terms = () if self.kept[v] is None else ((1.0, self.kept[v]),)
+            rows = [(0.0, (*kept, *ran(x))) for x in readers if ran(x)] + [(0.0, ran(o))] * (makes and ran(o) != ())
+            if (there := self._least(rows)) is not None:
+                yield -value.nbytes / self.unit, there

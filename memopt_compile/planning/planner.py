@@ -8,11 +8,14 @@ proves the gap of its last solution. Where that leaves the plan as it is, the pr
 overflows by more than `BURST` no position is what is missing: then it is changed until it fits (`mending`), which is faster
 than to solve a large program that does not know why. The gap is then that of the program's bound for the first solution;
 if it is over `COARSE` the program is solved finely after all. Either way what comes out fits by simulation, not by the model.
+A plan that is not proved to `GAP` is looked for once more by a program with rows for moments in bursts (`_by_moments`), unless
+bursts are so much of it that nothing is near what positions prove (`FUTILE`).
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +23,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .integer_program import Program
+from .integer_program import Moment, Point, Program
 from .mending import mended
 from .packing import Packed
-from .rematerialization import Problem, fingerprint, simulate
+from .rematerialization import Outcome, Problem, fingerprint, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
@@ -36,6 +39,7 @@ FAR = 8  # times a step of these, beyond which it is passed by: so far above the
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
+FUTILE = 0.25  # where bursts decide more than positions can prove, each plan has others
 COARSE = 0.1  # the gap for a first look
 FIRST = 1.0  # the same if any solution will do: proving one to be fast takes most of the time
 
@@ -72,6 +76,33 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
 
 
 def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
+    plan = _by_positions(problem, limit, groups, at_most)
+    if plan is None and at_most < math.inf and Program(problem, groups, at_most, strict=True).solve(
+            dict.fromkeys(_positions(problem), 0), limit, FIRST):  # there may be one for moments to find
+        plan = _cheapest(problem, limit, groups, math.inf)
+        return plan if plan and plan.seconds <= at_most else None
+    return _by_moments(problem, limit, groups, plan) if plan and GAP < plan.gap <= FUTILE else plan
+
+
+def _by_moments(problem: Problem, limit: int, groups: Sequence[int], plan: Solution) -> Solution:
+    """A faster plan than this one, if one comes out once moments in bursts have rows: what overflows there is no reason any more
+    to hold positions to less. Such rows are of the bursts that one plan has, so that `plan` may be the faster one."""
+    model, slack = Program(problem, groups, strict=True), dict.fromkeys(_positions(problem), 0)
+    proved, over = plan.seconds * (1 - plan.gap), 0.0
+    for less in LESS:
+        if less < over / FAR:
+            continue
+        found = _nearest(model, limit, slack, GAP, PROBES, int(limit * (1 - less)), moments=True)
+        rival = found and _mended(problem, groups, found, limit, proved)
+        if rival and rival.seconds < plan.seconds:
+            plan = rival
+        if found is None or found.peak_bytes <= limit:
+            break
+        over = found.peak_bytes / limit - 1
+    return plan
+
+
+def _by_positions(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
     model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
     rough = _nearest(model, limit, slack, COARSE, 1)  # it is to say which positions are missing
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
@@ -175,34 +206,35 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         best = min(best, found, key=lambda plan: plan.peak_bytes)
         if best.peak_bytes <= aim * (1 + RESOLUTION):
             break
-        _tighten(slack, outcome.live, outcome.at, aim)
+        _tighten(slack, outcome, aim)
     return best
 
 
-def _nearest(model: Program, limit: int, slack: dict[int, int], gap: float,
-             rounds: int = ROUNDS, aim: int | None = None) -> Solution | None:
+def _nearest(model: Program, limit: int, slack: dict[Point, int], gap: float,
+             rounds: int = ROUNDS, aim: int | None = None, moments: bool = False) -> Solution | None:
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
     to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row.
     Positions that are held to so much less that nothing is left are held to half as much less, once. The program's limit
     is `aim`, if that is given."""
     problem, nearest, aim, last, halved = model.problem, None, limit if aim is None else aim, None, False
+    fresh = False
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
         if solved is None and nearest and not halved and any(slack.values()):
             halved = True
             slack.update((position, less // 2) for position, less in slack.items())
             continue
-        if solved is None or solved[:2] == last:
+        if solved is None or solved[:2] == last and not fresh:
             break
         again, packed, proved, _ = solved
         last = again, packed
         outcome = simulate(problem, again, packed)
         if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
-            held = any(slack.values())  # then plans that fit may be missing
+            held = moments or any(slack.values())  # then plans that fit may be missing
             nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0 if held else proved, packed)
         if outcome.peak_bytes <= limit:
             break
-        _tighten(slack, outcome.live, outcome.at, aim)
+        fresh = _tighten(slack, outcome, aim, moments) and moments
     return nearest
 
 
@@ -213,14 +245,33 @@ def _positions(problem: Problem) -> Iterable[int]:
             if low < high}
 
 
-def _tighten(slack: dict[int, int], live: Sequence[int], at: Sequence[int], bound: int) -> None:
-    """Add the worst position of each stretch above `bound`, or hold it to less."""
-    worst: dict[int, tuple[int, int]] = {}  # by stretch: excess, position
+def _tighten(slack: dict[Point, int], outcome: Outcome, bound: int, moments: bool = False) -> bool:
+    """Add the worst point of each stretch above `bound`, or hold it to less; whether all are new. In a burst it is the position
+    before which that is, or with `moments` the one in it."""
+    worst: dict[int, tuple[int, int]] = {}  # by stretch: excess, place
     stretch = 0
-    for size, position in zip(live, at):
+    for place, size in enumerate(outcome.live):
         if size <= bound:
             stretch += 1
         elif size - bound > worst.get(stretch, (0, 0))[0]:
-            worst[stretch] = size - bound, position
-    for excess, position in worst.values():
-        slack[position] = slack[position] + excess if position in slack else 0
+            worst[stretch] = size - bound, place
+    points = [(excess, _point(outcome, place) if moments else outcome.at[place]) for excess, place in worst.values()]
+    fresh = slack.keys().isdisjoint(point for _, point in points)
+    for excess, point in points:
+        slack[point] = slack[point] + excess if point in slack else 0
+    return fresh
+
+
+def _point(outcome: Outcome, place: int) -> Point:
+    """What the row for this place of a plan's schedule is of."""
+    def again(at: int) -> int | None:
+        key = outcome.order[at]
+        return key[1] if isinstance(key, tuple) and key[0] == "again" else None
+
+    position = outcome.at[place]
+    if (operation := again(place)) is None:
+        return position
+    burst = range(bisect.bisect_left(outcome.at, position), bisect.bisect_right(outcome.at, position))
+    earlier, later = (frozenset(o for at in part if (o := again(at)) is not None)
+                      for part in (range(burst.start, place), range(place + 1, burst.stop)))
+    return Moment(position, operation, earlier, later)

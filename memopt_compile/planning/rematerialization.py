@@ -13,6 +13,7 @@ taken again with it.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -218,6 +219,26 @@ def latest_runs(values: list[Value], operations: list[Operation]) -> list[int]:
         latest[o] = first if first < NEVER else max(  # else for the sake of others only
             (latest[x] for v in operations[o].makes for x in readers[v]), default=-1)
     return latest
+
+
+def deaths(problem: Problem) -> dict[fx.Node, int]:
+    """The last position at which each storage is alive; the number of positions for what stays."""
+    life = problem.life
+    death = dict.fromkeys(life.kept, len(problem.order))
+    for position, node in enumerate(problem.order):
+        death.update((root, position) for root in life.touched[node] if root not in life.kept)
+    return death
+
+
+def carried(problem: Problem) -> list[int]:
+    """The bytes that are alive right before each position, and behind the last."""
+    change = [0] * (len(problem.order) + 1)
+    for position, node in enumerate(problem.order):
+        change[position + 1] += problem.life.born.get(node, 0)
+    for root, position in deaths(problem).items():
+        if position < len(problem.order):
+            change[position + 1] -= problem.life.size.get(root, 0)
+    return list(itertools.accumulate(change))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..transfers import HOST
 from .packing import Packed
-from .rematerialization import NOTHING, PUT_AWAY, Problem, chain
+from .rematerialization import NOTHING, PUT_AWAY, Problem, carried, chain, deaths
 
 
 class Trials:
@@ -20,18 +20,11 @@ class Trials:
 
     def __init__(self, problem: Problem, packed: Mapping[int, Packed] = NOTHING):
         self.problem, self.packed = problem, packed
-        values, life = problem.values, problem.life
+        values = problem.values
         number = {value.node: v for v, value in enumerate(values)}
-        count = len(problem.order)
-        death, freed = dict.fromkeys(life.kept, count), np.zeros(count, dtype=np.int64)
-        for position, node in enumerate(problem.order):
-            death.update((root, position) for root in life.touched[node] if root not in life.kept)
-        for root, position in death.items():
-            if position < count:
-                freed[position] += life.size.get(root, 0)
-        born = np.array([life.born.get(node, 0) for node in problem.order], dtype=np.int64)
+        count, death = len(problem.order), deaths(problem)
         self.live = np.array(problem.live, dtype=np.int64)
-        self.carried = np.concatenate([[0], np.cumsum(born - freed)])  # by what comes right before a position
+        self.carried = np.array(carried(problem), dtype=np.int64)
         self.death = [death[value.node] for value in values]
         # When backward first needs an operation or a packed value: position, and place among what is needed there.
         self.needed: dict[int, tuple] = {}
