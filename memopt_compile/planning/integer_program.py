@@ -51,6 +51,7 @@ have (`rule_out`, by reduced costs) are taken out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -162,7 +163,6 @@ class Program:
         self.chains: dict[tuple[str, int, int], int] = {}  # the variables a and b
         self.chained: set[int] = set()  # positions for which these are written out
         self.fits: dict[Point, int] = {}  # the row of each point that is written out
-        self.carried = carried(problem)
         self.out: dict[int, int] = {}  # decisions, and what they are in every plan that is wanted
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
@@ -326,12 +326,16 @@ class Program:
             return self.run[x]
         return self.chains.get(("again", x, position))
 
+    @functools.cached_property
+    def _carried(self) -> list[int]:
+        return carried(self.problem)
+
     def _fits(self, point: Point) -> None:
         terms: list[tuple[float, int]] = [(1.0, self.peak)]
         moment = point if isinstance(point, Moment) else None
         position = moment.position if moment else point
         self._chains(position)
-        fixed, behind = (self.carried[position], position - 1) if moment else (self.problem.live[position], position)
+        fixed, behind = (self._carried[position], position - 1) if moment else (self.problem.live[position], position)
         for v, value in enumerate(self.problem.values):
             size, packed = value.nbytes / self.unit, self.pack[v]
             if size < TINY or value.last > position:
@@ -343,8 +347,7 @@ class Program:
                         continue  # alive as it is
                     fixed -= value.nbytes
                     terms.append((-size, self.kept[v]))
-                    key = ("back", v) if packed else ("again", value.operation)
-                    chain = self._by(value.operation, position) if key[0] == "again" else self.chains.get((*key, position))
+                    chain = self.chains.get(("back", v, position)) if packed else self._by(value.operation, position)
                     if chain is not None and not (moment and value.operation in moment.later):
                         terms.append((-size, chain))
                 elif position <= self.until[v] and (not value.needed or value.final < position):
