@@ -186,7 +186,7 @@ def _check_left(options: Mapping[str, Any] | None, notes: capture.Notes) -> None
     if notes.reason and (notes.backwards or notes.left or notes.step not in telling.stepped):
         opts = Options.from_dict(options)
         remember(notes.function, Compilation(kind="ordinary", options=opts, lowering=opts.lowering, where=notes.where,
-                                          reason=notes.reason))
+                                              reason=notes.reason))
         folding.check(opts, "model", notes)
         _check_budget(opts, "model", notes)
         zero.check_ordinary(opts.zero, notes.where)

@@ -68,6 +68,11 @@ def test_a_decorator_of_the_users_is_theirs():
     assert memopt.report(step).where == f"{HERE}:{decorator.__code__.co_firstlineno + 1}"
 
 
+def test_what_has_no_code_is_no_step():
+    with pytest.raises(memopt.OptionError, match="no training step"):
+        memopt.report(functools.lru_cache(lambda x: x))
+
+
 def test_an_error_names_the_step():
     step, x = make(torch.enable_grad())
     with pytest.raises(memopt.InfeasibleBudget) as refusal:

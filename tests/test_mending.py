@@ -191,4 +191,3 @@ def test_moments_in_a_burst_have_rows():
     assert faster.seconds < 0.97 * plan.seconds
     assert faster.peak_bytes == simulate(found, faster.again, faster.packed).peak_bytes <= limit
     assert faster.seconds * (1 - faster.gap) == pytest.approx(plan.seconds * (1 - plan.gap))  # the bound is that of positions
-

@@ -300,7 +300,7 @@ _TORCH = os.path.join(torch.__path__[0], "")
 
 def undecorated(function: Any) -> Any:
     """The user's function below torch's decorators, such as `torch.no_grad()` or `torch.autocast`."""
-    while hasattr(function, "__wrapped__") and function.__code__.co_filename.startswith(_TORCH):
+    while hasattr(function, "__wrapped__") and hasattr(function, "__code__") and function.__code__.co_filename.startswith(_TORCH):
         function = with_optimized_original(function.__wrapped__)
     return function
 

@@ -18,7 +18,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from . import undecorated, with_optimized_original
 from .sizes import GuardOnDataDependentSymNode
 
-_AROUND = [wrap_inline(len).__code__]
+_AROUND = wrap_inline(len).__code__
 
 
 def backend_of(frame_converter: Any) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def users_code(frame: Any) -> Any:
     """The code of the user's function that a frame is of. Around functions of torch's own files, as decorators of torch's
     make of a step, Dynamo puts one frame of its own, the same code for all."""
     code = frame.f_code
-    if code in _AROUND:
+    if code is _AROUND:
         code = getattr(undecorated(with_optimized_original(frame.f_locals["fn"])), "__code__", code)
     return code
 

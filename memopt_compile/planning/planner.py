@@ -215,9 +215,9 @@ def _nearest(model: Program, limit: int, slack: dict[Point, int], gap: float,
     """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
     to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row.
     Positions that are held to so much less that nothing is left are held to half as much less, once. The program's limit
-    is `aim`, if that is given."""
-    problem, nearest, aim, last, halved = model.problem, None, limit if aim is None else aim, None, False
-    fresh = False
+    is `aim`, if that is given; with `moments` what overflows in a burst gets a row, and then nothing is proved."""
+    problem, nearest, aim, last = model.problem, None, limit if aim is None else aim, None
+    halved = fresh = False
     for _ in range(rounds):
         solved = model.solve(slack, aim, gap)
         if solved is None and nearest and not halved and any(slack.values()):
