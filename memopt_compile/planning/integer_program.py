@@ -50,26 +50,22 @@ have (`rule_out`, by reduced costs) are taken out.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .packing import Packed
 from .rematerialization import NEVER, Problem, carried, latest_runs
+from .rows import Rows, Solved, Terms, silent
 
 NODES = 100  # of the search tree for one solution
 PEAK_NODES = 50  # the same for the smallest peak, of which good solutions come early
 SECONDS = 120.0  # for one solution, should nodes take long
 TINY = 1e-6  # of the peak: smaller values count as alive
-
-Terms = tuple[tuple[float, int], ...]  # factors of columns
 
 
 @dataclass(frozen=True)
@@ -84,50 +80,6 @@ class Moment:
 
 
 Point = int | Moment
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """HiGHS tells the process's output, past Python, when it has to repair a solution."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-@dataclass
-class Rows:
-    """Rows of a sparse matrix A with lower bounds: A x ≥ low."""
-
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    entry: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    known: set[tuple[float, Terms]] = field(default_factory=set)
-
-    def add(self, low: float, terms: Iterable[tuple[float, int]]) -> None:
-        for entry, column in terms:
-            self.row.append(len(self.low))
-            self.column.append(column)
-            self.entry.append(entry)
-        self.low.append(low)
-
-    def once(self, low: float, terms: Iterable[tuple[float, int]]) -> None:
-        """The same unless the row is there."""
-        if (row := (low, tuple(terms))) not in self.known:
-            self.known.add(row)
-            self.add(*row)
-
-    def matrix(self, columns: int) -> Any:
-        from scipy.sparse import coo_array
-
-        return coo_array((self.entry, (self.row, self.column)),
-                         shape=(len(self.low), columns)).tocsr()
 
 
 class Program:
@@ -164,6 +116,8 @@ class Program:
         self.chained: set[int] = set()  # positions for which these are written out
         self.fits: dict[Point, int] = {}  # the row of each point that is written out
         self.out: dict[int, int] = {}  # decisions, and what they are in every plan that is wanted
+        self.last: Solved | None = None
+        self.work = 0.0  # rows that were solved, twice those of `NODES` nodes
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
             self.rows.add(-at_most / self.total, ((-share, column) for share, column in self._shares()))
@@ -184,7 +138,7 @@ class Program:
                 self.rows.add(low, ((1, self.columns[key]), *terms))
         return self.columns[key]
 
-    def solve(self, slack: dict[Point, int], limit: int | None, gap: float
+    def solve(self, slack: dict[Point, int], limit: int | None, gap: float, nodes: int = NODES
               ) -> tuple[frozenset[int], dict[int, Packed], float, int] | None:
         """(operations to run again, values to pack, gap, modelled peak bytes), or None if nothing fits.
 
@@ -196,29 +150,35 @@ class Program:
         cost, least, most, rows, low = self._written(slack, limit)
         for column, value in self.out.items():
             least[column] = most[column] = value
+        if self.last and self.last.holds(gap, nodes, cost, most, rows, low):
+            return self.last.plan
         integral = np.zeros(len(cost))
         integral[:self.peak] = 1
-        with _silent():
+        with silent():
             found = milp(cost, integrality=integral, bounds=Bounds(least, most), constraints=LinearConstraint(rows, lb=low),
-                         options={"mip_rel_gap": gap, "node_limit": PEAK_NODES if limit is None else NODES, "time_limit": SECONDS})
+                         options={"mip_rel_gap": gap, "node_limit": PEAK_NODES if limit is None else nodes, "time_limit": SECONDS})
+        self.work += len(low) * (1 + (found.mip_node_count or 0) / NODES)
         if found.x is None:
             return None
         chosen = {i for i in range(self.peak) if found.x[i] > 0.5}
         again = frozenset(o for o, r in enumerate(self.run) if r in chosen)
         packed = {v: p for v, ways in enumerate(self.pack) for c, p in ways.items() if c in chosen}
-        return again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
+        plan = again, packed, float(found.mip_gap or 0.0), int(found.x[self.peak] * self.unit)
+        self.last = Solved(plan, found.x, self.peak, gap, nodes, cost, most, low)
+        return plan
 
-    def rule_out(self, slack: dict[Point, int], limit: int, seconds: float, error: float) -> None:
-        """A plan of so many seconds and so much error fits `limit`. Decide what no faster one decides otherwise: with reduced
+    def rule_out(self, slack: dict[Point, int], limit: int, again: frozenset[int], packed: Mapping[int, Packed]) -> None:
+        """This plan fits `limit`. Decide what no faster one decides otherwise: with reduced
         costs at least as large as that plan's distance from the relaxed program's optimum."""
         from scipy.optimize import linprog
 
         cost, least, most, rows, low = self._written(slack, limit)
-        with _silent():
+        with silent():
             relaxed = linprog(cost, -rows, -low, bounds=np.stack([least, most], axis=1))
         if relaxed.x is None:
             return
-        known = seconds / self.total + TINY * error + cost[self.peak] * most[self.peak]
+        known = (self.problem.cost(again, packed) / self.total + TINY * sum(p.error for p in packed.values())
+                 + cost[self.peak] * most[self.peak])
         for column in range(self.peak):
             if relaxed.lower.marginals[column] > known - relaxed.fun:
                 self.out[column] = 0

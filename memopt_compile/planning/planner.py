@@ -2,14 +2,17 @@
 the smallest peak.
 
 Plans come of an integer program (`integer_program`), of which only some positions are written out. A plan is simulated
-exactly (`rematerialization.simulate`); where it is over the limit that position is added, or, if it is there and the
-chain of recomputations itself is what overflows, held to as much less (or half of it); then it is solved again. HiGHS (through scipy)
-proves the gap of its last solution. Where that leaves the plan as it is, the program aims a little lower (`LESS`). Where a plan
-overflows by more than `BURST` no position is what is missing: then it is changed until it fits (`mending`), which is faster
-than to solve a large program that does not know why. The gap is then that of the program's bound for the first solution;
-if it is over `COARSE` the program is solved finely after all. Either way what comes out fits by simulation, not by the model.
-A plan that is not proved to `GAP` is looked for once more by a program with rows for moments in bursts (`_by_moments`), unless
-bursts are so much of it that nothing is near what positions prove (`FUTILE`).
+exactly (`rematerialization.simulate`), and where it is over the limit that position is added and the program solved again: first
+coarsely, to see which positions are missing, then to `GAP`. HiGHS (through scipy) proves the gap of such a program's solution.
+Where nothing overflows but the search has ended at its nodes, it gets `MORE`, of fewer decisions.
+
+Where the position is there and the chain of recomputations itself is what overflows, a burst, the program is not right about it.
+Then plans are looked for in three ways, and the fastest is taken: plans are changed until they fit (`mending`); moments in bursts
+get rows (`by_moments`), unless bursts are so much of it that nothing is near what positions prove (`FUTILE`); and positions are
+held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that leaves the plan as it is. None of
+that is proved, so that the gap is to the bound of positions that are held to nothing. All of it ends with a plan within `GAP`,
+or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
+
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
@@ -23,19 +26,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .integer_program import Moment, Point, Program
+from .integer_program import NODES, Moment, Point, Program
 from .mending import mended
 from .packing import Packed
 from .rematerialization import Outcome, Problem, fingerprint, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
+MORE = 4_000_000  # rows times nodes of the search tree, where nothing overflows: some three seconds
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
-SMALL = 5000  # rows of a program that is solved finely even so; larger ones are where the changed plan is not proved to `COARSE`
 LESS = (0, 0.002, 0.005, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
 FAR = 8  # times a step of these, beyond which it is passed by: so far above the limit is the last plan
+WORK = 40000  # rows of all programs that were solved for a limit, after which one within `COARSE` will do: some five seconds
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
@@ -76,86 +80,145 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
 
 
 def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
-    plan = _by_positions(problem, limit, groups, at_most)
-    if plan is None and at_most < math.inf and Program(problem, groups, at_most, strict=True).solve(
-            dict.fromkeys(_positions(problem), 0), limit, FIRST):  # there may be one for moments to find
+    """In this order: a coarse solution, which says which positions are missing; a fine one; where that overflows in bursts, rows
+    for their moments, and positions held to less; where nothing overflows, more of the search tree."""
+    search = _Search(problem, limit, groups, at_most)
+    model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
+    rough = search.nearest(model, slack, COARSE, 1)
+    if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
+        return search.best
+    slack = dict.fromkeys(slack, 0)
+    if burst := rough.peak_bytes > limit * (1 + BURST):
+        search.any_plan()
+        if search.enough(len(model.rows.low)):
+            return search.best
+    nodes, more = NODES, max(NODES, MORE // len(model.rows.low))
+    if rough.peak_bytes <= limit:
+        model.rule_out(slack, limit, rough.again, rough.packed)
+        nodes = more
+    fine = search.nearest(model, slack, GAP, hold=False, nodes=nodes)
+    if fine and fine.peak_bytes > limit:
+        if search.best is None or search.gap <= FUTILE:
+            search.by_moments(fine)
+        if search.gap > GAP:
+            search.ladder(model, slack)
+        if GAP < search.gap < math.inf and not search.enough():  # by all positions that were found, none held to less
+            search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
+    elif search.best and search.gap > GAP and nodes < more:
+        model.rule_out(slack, limit, search.best.again, search.best.packed)
+        search.nearest(model, slack, GAP, nodes=more)
+    if search.best is None and not burst:
+        search.any_plan()
+    if search.best is None and fine and at_most < math.inf:  # the program has one, and so may what a search without a bound changes
         plan = _cheapest(problem, limit, groups, math.inf)
         return plan if plan and plan.seconds <= at_most else None
-    return _by_moments(problem, limit, groups, plan) if plan and GAP < plan.gap <= FUTILE else plan
+    return search.best
 
 
-def _by_moments(problem: Problem, limit: int, groups: Sequence[int], plan: Solution) -> Solution:
-    """A faster plan than this one, if one comes out once moments in bursts have rows: what overflows there is no reason any more
-    to hold positions to less. Such rows are of the bursts that one plan has, so that `plan` may be the faster one."""
-    model, slack = Program(problem, groups, strict=True), dict.fromkeys(_positions(problem), 0)
-    proved, over = plan.seconds * (1 - plan.gap), 0.0
-    for less in LESS:
-        if less < over / FAR:
-            continue
-        found = _nearest(model, limit, slack, GAP, PROBES, int(limit * (1 - less)), moments=True)
-        rival = found and _mended(problem, groups, found, limit, proved)
-        if rival and rival.seconds < plan.seconds:
-            plan = rival
-        if found is None or found.peak_bytes <= limit:
-            break
-        over = found.peak_bytes / limit - 1
-    return plan
+@dataclass
+class _Search:
+    """For the fastest plan within a limit: the `best` so far, the seconds that are `proved` to be needed, and what was tried."""
+
+    problem: Problem
+    limit: int
+    groups: Sequence[int]
+    at_most: float
+    best: Solution | None = None
+    proved: float = 0.0
+    seen: list[tuple[frozenset[int], Mapping[int, Packed]]] = field(default_factory=list)
+    work: float = 0  # of all programs, in rows (`Program.work`)
+
+    @property
+    def gap(self) -> float:
+        return self.best.gap if self.best else math.inf
+
+    def enough(self, more: float = 0) -> bool:
+        """Whether no more work is worth it."""
+        return self.work + more > WORK and self.gap <= COARSE
+
+    def any_plan(self) -> None:
+        """Of any seconds: what it is changed to may be fast."""
+        self.nearest(Program(self.problem, self.groups), dict.fromkeys(_positions(self.problem), 0), FIRST, FEW)
+
+    def by_moments(self, over: Solution) -> None:
+        """Once moments in the bursts of a plan that is `over` the limit have rows, what overflows there is no reason any more to
+        hold positions to less. Such rows are of the bursts that one plan has, so that others may be faster."""
+        model, slack = Program(self.problem, self.groups, self.at_most, strict=True), dict.fromkeys(_positions(self.problem), 0)
+        _tighten(slack, simulate(self.problem, over.again, over.packed), self.limit, moments=True)
+        self.ladder(model, dict.fromkeys(slack, 0), PROBES, moments=True)
+
+    def ladder(self, model: Program, slack: dict[Point, int], rounds: int = ROUNDS, moments: bool = False) -> None:
+        """The program aims lower and lower, until a plan fits."""
+        excess = 0.0
+        for less in LESS:
+            if less < excess / FAR:
+                continue
+            if self.enough():
+                return
+            plan = self.nearest(model, slack, GAP, rounds, int(self.limit * (1 - less)), moments=moments)
+            if plan is None or plan.peak_bytes <= self.limit:
+                return
+            excess = plan.peak_bytes / self.limit - 1
+
+    def nearest(self, model: Program, slack: dict[Point, int], gap: float, rounds: int = ROUNDS, aim: int | None = None, *,
+                hold: bool = True, moments: bool = False, nodes: int = NODES) -> Solution | None:
+        """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
+        to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row; or, unless
+        it may `hold` positions to less, where one has to be.
+        Positions that are held to so much less that nothing is left are held to half as much less, once. The program's limit
+        is `aim`, if that is given; with `moments` what overflows in a burst gets a row, and then nothing is proved."""
+        problem, nearest, aim, last = self.problem, None, self.limit if aim is None else aim, None
+        halved = fresh = False
+        for _ in range(rounds):
+            before = model.work
+            solved = model.solve(slack, aim, gap, nodes)
+            self.work += model.work - before
+            if solved is None and nearest and not halved and any(slack.values()):
+                halved = True
+                slack.update((position, less // 2) for position, less in slack.items())
+                continue
+            if solved is None or last and solved[:2] == last[:2] and not fresh:
+                break
+            last = solved
+            again, packed, proved, _ = solved
+            outcome, seconds = simulate(problem, again, packed), problem.cost(again, packed)
+            held = moments or aim < self.limit or any(slack.values())  # then plans that fit may be missing
+            if not held:
+                self.proved = max(self.proved, seconds * (1 - proved))
+            if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
+                nearest = Solution(again, outcome.peak_bytes, seconds, 1.0 if held else proved, packed)
+            if outcome.peak_bytes <= self.limit:
+                break
+            new = _tighten(slack, outcome, aim, moments)
+            if not (new or hold):
+                break
+            fresh = new and moments
+            if self.enough():
+                break
+        if nearest:
+            self.take(nearest)
+        return nearest
+
+    def take(self, found: Solution) -> None:
+        """It may be the best, as it is or changed until it fits."""
+        best = self.best
+        if (found.again, found.packed) not in self.seen:
+            self.seen.append((found.again, found.packed))
+            plan = _mended(self.problem, self.groups, found, self.limit)
+            if plan and plan.seconds <= self.at_most and (best is None or plan.seconds < best.seconds):
+                best = plan
+        self.best = best and replace(best, gap=_gap(best.seconds, self.proved))
 
 
-def _by_positions(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
-    model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
-    rough = _nearest(model, limit, slack, COARSE, 1)  # it is to say which positions are missing
-    if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
-        return rough
-    burst, tries, proved = rough.peak_bytes > limit * (1 + BURST), [rough], rough.seconds * (1 - rough.gap)
-
-    def fastest() -> Solution | None:
-        plans = (_mended(problem, groups, each, limit, proved)
-                 for i, each in enumerate(tries)
-                 if each and (each.again, each.packed) not in [(t.again, t.packed) for t in tries[:i] if t])
-        return min((each for each in plans if each and each.seconds <= at_most), key=lambda each: each.seconds, default=None)
-
-    def any_plan() -> Solution | None:  # of any seconds: what it is changed to may be fast
-        anew = model if at_most == math.inf else Program(problem, groups)
-        return _nearest(anew, limit, dict.fromkeys(_positions(problem), 0), FIRST, FEW)
-
-    large = burst and len(model.rows.low) > SMALL
-    if burst:
-        tries.append(any_plan())
-        if large and (plan := fastest()) and plan.gap <= COARSE:
-            return plan
-    if rough.peak_bytes <= limit:
-        model.rule_out(slack, limit, rough.seconds, sum(p.error for p in rough.packed.values()))
-    over = 0.0
-    for less in LESS:
-        if less < over / FAR:
-            continue
-        fine = _nearest(model, limit, slack, GAP, ROUNDS, int(limit * (1 - less)))
-        tries.append(fine)
-        if fine and not less:
-            proved = max(proved, fine.seconds * (1 - fine.gap))
-        if fine is None or fine.peak_bytes <= limit:
-            break
-        over = fine.peak_bytes / limit - 1
-    if (plan := fastest()) is None and not burst:
-        tries.append(any_plan())
-        plan = fastest()
-    if plan and plan.gap > GAP and any(slack.values()):  # is it that much slower than what nothing is held to less in?
-        free = model.solve(dict.fromkeys(slack, 0), limit, GAP)
-        if free:
-            plan = replace(plan, gap=_gap(plan.seconds, max(proved, problem.cost(*free[:2]) * (1 - free[2]))))
-    return plan
-
-
-def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int, proved: float) -> Solution | None:
-    """`plan`, changed until it fits, with its distance from the seconds that are `proved` to be needed."""
+def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int) -> Solution | None:
+    """`plan`, changed until it fits."""
     if plan.peak_bytes <= limit:
-        return replace(plan, gap=_gap(plan.seconds, proved))
+        return plan
     again = mended(problem, groups, plan.again, plan.packed, limit)
     if again is None:
         return None
-    seconds = problem.cost(again, plan.packed)
-    return Solution(again, simulate(problem, again, plan.packed).peak_bytes, seconds, _gap(seconds, proved), plan.packed)
+    peak_bytes = simulate(problem, again, plan.packed).peak_bytes
+    return replace(plan, again=again, peak_bytes=peak_bytes, seconds=problem.cost(again, plan.packed))
 
 
 def _gap(seconds: float, proved: float) -> float:
@@ -201,41 +264,13 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         again, packed, _, aim = solved
         outcome = simulate(problem, again, packed)
         found = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0, packed)
-        found = (_mended(problem, groups, found, aim, 0.0)
-                 or _mended(problem, groups, found, int((aim * found.peak_bytes) ** 0.5), 0.0) or found)
+        found = (_mended(problem, groups, found, aim)
+                 or _mended(problem, groups, found, int((aim * found.peak_bytes) ** 0.5)) or found)
         best = min(best, found, key=lambda plan: plan.peak_bytes)
         if best.peak_bytes <= aim * (1 + RESOLUTION):
             break
         _tighten(slack, outcome, aim)
     return best
-
-
-def _nearest(model: Program, limit: int, slack: dict[Point, int], gap: float,
-             rounds: int = ROUNDS, aim: int | None = None, moments: bool = False) -> Solution | None:
-    """Solve, simulate and add positions to `slack` until the plan fits; else the plan that came nearest
-    to it, None if not even the program has one. It ends where a plan comes out again: what overflows is in no row.
-    Positions that are held to so much less that nothing is left are held to half as much less, once. The program's limit
-    is `aim`, if that is given; with `moments` what overflows in a burst gets a row, and then nothing is proved."""
-    problem, nearest, aim, last = model.problem, None, limit if aim is None else aim, None
-    halved = fresh = False
-    for _ in range(rounds):
-        solved = model.solve(slack, aim, gap)
-        if solved is None and nearest and not halved and any(slack.values()):
-            halved = True
-            slack.update((position, less // 2) for position, less in slack.items())
-            continue
-        if solved is None or solved[:2] == last and not fresh:
-            break
-        again, packed, proved, _ = solved
-        last = again, packed
-        outcome = simulate(problem, again, packed)
-        if nearest is None or outcome.peak_bytes < nearest.peak_bytes:
-            held = moments or any(slack.values())  # then plans that fit may be missing
-            nearest = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0 if held else proved, packed)
-        if outcome.peak_bytes <= limit:
-            break
-        fresh = _tighten(slack, outcome, aim, moments) and moments
-    return nearest
 
 
 def _positions(problem: Problem) -> Iterable[int]:
@@ -255,9 +290,11 @@ def _tighten(slack: dict[Point, int], outcome: Outcome, bound: int, moments: boo
             stretch += 1
         elif size - bound > worst.get(stretch, (0, 0))[0]:
             worst[stretch] = size - bound, place
-    points = [(excess, _point(outcome, place) if moments else outcome.at[place]) for excess, place in worst.values()]
-    fresh = slack.keys().isdisjoint(point for _, point in points)
-    for excess, point in points:
+    points: dict[Point, int] = {}
+    for excess, place in sorted(worst.values()):
+        points[_point(outcome, place) if moments else outcome.at[place]] = excess
+    fresh = slack.keys().isdisjoint(points)
+    for point, excess in points.items():
         slack[point] = slack[point] + excess if point in slack else 0
     return fresh
 
