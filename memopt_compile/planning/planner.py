@@ -7,11 +7,13 @@ coarsely, to see which positions are missing, then to `GAP`. HiGHS (through scip
 Where nothing overflows but the search has ended at its nodes, it gets `MORE`, of fewer decisions.
 
 Where the position is there and the chain of recomputations itself is what overflows, a burst, the program is not right about it.
-Then plans are looked for in three ways, and the fastest is taken: plans are changed until they fit (`mending`); moments in bursts
-get rows (`by_moments`), unless bursts are so much of it that nothing is near what positions prove (`FUTILE`); and positions are
-held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that leaves the plan as it is. None of
-that is proved, so that the gap is to the bound of positions that are held to nothing. All of it ends with a plan within `GAP`,
-or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
+Then plans are looked for in three ways, and the fastest is taken: plans are changed until they fit (`mending`), also one with all
+that can run again and, where nothing near what is proved was found, that with the smallest peak; moments in bursts get rows
+(`by_moments`); and positions are held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that
+leaves the plan as it is. Large programs are spared the last two where bursts are so much above the limit that each plan has
+others (`FUTILE`).
+None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it ends with a plan within
+`GAP`, or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
 
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
@@ -23,6 +25,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -43,7 +46,8 @@ WORK = 40000  # rows of all programs that were solved for a limit, after which o
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
-FUTILE = 0.25  # where bursts decide more than positions can prove, each plan has others
+FUTILE = 0.1  # of the limit: where bursts are so much above it each plan has others, and it takes more than
+LITTLE = WORK / 4  # to look for one whose bursts are in the program
 COARSE = 0.1  # the gap for a first look
 FIRST = 1.0  # the same if any solution will do: proving one to be fast takes most of the time
 
@@ -88,7 +92,8 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
         return search.best
     slack = dict.fromkeys(slack, 0)
-    if burst := rough.peak_bytes > limit * (1 + BURST):
+    if rough.peak_bytes > limit * (1 + BURST):
+        search.change(frozenset(o for o, operation in enumerate(problem.operations) if operation.again))
         search.any_plan()
         if search.enough(len(model.rows.low)):
             return search.best
@@ -97,21 +102,21 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
         model.rule_out(slack, limit, rough.again, rough.packed)
         nodes = more
     fine = search.nearest(model, slack, GAP, hold=False, nodes=nodes)
-    if fine and fine.peak_bytes > limit:
-        if search.best is None or search.gap <= FUTILE:
-            search.by_moments(fine)
+    if fine and fine.peak_bytes > limit and (fine.peak_bytes <= limit * (1 + FUTILE) or search.work < LITTLE):
+        search.by_moments(fine)
         if search.gap > GAP:
             search.ladder(model, slack)
         if GAP < search.gap < math.inf and not search.enough():  # by all positions that were found, none held to less
             search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
-    elif search.best and search.gap > GAP and nodes < more:
+    elif search.best and search.gap > GAP and nodes < more and fine and fine.peak_bytes <= limit:
         model.rule_out(slack, limit, search.best.again, search.best.packed)
         search.nearest(model, slack, GAP, nodes=more)
-    if search.best is None and not burst:
-        search.any_plan()
-    if search.best is None and fine and at_most < math.inf:  # the program has one, and so may what a search without a bound changes
-        plan = _cheapest(problem, limit, groups, math.inf)
-        return plan if plan and plan.seconds <= at_most else None
+    if search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
+        search.change(least.again, least.packed)
+        if search.best is None and Program(problem, groups, at_most, strict=True).solve(
+                dict.fromkeys(_positions(problem), 0), limit, FIRST):  # a search without a bound may come to one that is within it
+            plan = cheapest(problem, limit, groups)
+            return plan if plan and plan.seconds <= at_most else None
     return search.best
 
 
@@ -139,6 +144,11 @@ class _Search:
     def any_plan(self) -> None:
         """Of any seconds: what it is changed to may be fast."""
         self.nearest(Program(self.problem, self.groups), dict.fromkeys(_positions(self.problem), 0), FIRST, FEW)
+
+    def change(self, again: frozenset[int], packed: Mapping[int, Packed] = MappingProxyType({})) -> None:
+        """What these come to that run again, once it fits and all of it is needed."""
+        if (changed := mended(self.problem, self.groups, again, packed, self.limit)) is not None:
+            self.take(_solution(self.problem, changed, packed))
 
     def by_moments(self, over: Solution) -> None:
         """Once moments in the bursts of a plan that is `over` the limit have rows, what overflows there is no reason any more to
@@ -173,7 +183,7 @@ class _Search:
             before = model.work
             solved = model.solve(slack, aim, gap, nodes)
             self.work += model.work - before
-            if solved is None and nearest and not halved and any(slack.values()):
+            if solved is None and not halved and any(slack.values()):
                 halved = True
                 slack.update((position, less // 2) for position, less in slack.items())
                 continue
@@ -215,10 +225,12 @@ def _mended(problem: Problem, groups: Sequence[int], plan: Solution, limit: int)
     if plan.peak_bytes <= limit:
         return plan
     again = mended(problem, groups, plan.again, plan.packed, limit)
-    if again is None:
-        return None
-    peak_bytes = simulate(problem, again, plan.packed).peak_bytes
-    return replace(plan, again=again, peak_bytes=peak_bytes, seconds=problem.cost(again, plan.packed))
+    return None if again is None else _solution(problem, again, plan.packed)
+
+
+def _solution(problem: Problem, again: frozenset[int], packed: Mapping[int, Packed]) -> Solution:
+    """It proves nothing."""
+    return Solution(again, simulate(problem, again, packed).peak_bytes, problem.cost(again, packed), 1.0, packed)
 
 
 def _gap(seconds: float, proved: float) -> float:
@@ -262,8 +274,7 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         if solved is None:
             break
         again, packed, _, aim = solved
-        outcome = simulate(problem, again, packed)
-        found = Solution(again, outcome.peak_bytes, problem.cost(again, packed), 1.0, packed)
+        outcome, found = simulate(problem, again, packed), _solution(problem, again, packed)
         found = (_mended(problem, groups, found, aim)
                  or _mended(problem, groups, found, int((aim * found.peak_bytes) ** 0.5)) or found)
         best = min(best, found, key=lambda plan: plan.peak_bytes)
