@@ -84,8 +84,8 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
 
 
 def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
-    """In this order: a coarse solution, which says which positions are missing; a fine one; where that overflows in bursts, rows
-    for their moments, and positions held to less; where nothing overflows, more of the search tree."""
+    """In this order: a coarse solution, which says which positions are missing; a fine one; where that fits, more of the search
+    tree, and where it overflows in bursts, rows for their moments and positions held to less."""
     search = _Search(problem, limit, groups, at_most)
     model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
     rough = search.nearest(model, slack, COARSE, 1)
@@ -97,20 +97,20 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
         search.any_plan()
         if search.enough(len(model.rows.low)):
             return search.best
-    nodes, more = NODES, max(NODES, MORE // len(model.rows.low))
+    more = max(NODES, MORE // len(model.rows.low))
     if rough.peak_bytes <= limit:
         model.rule_out(slack, limit, rough.again, rough.packed)
-        nodes = more
-    fine = search.nearest(model, slack, GAP, hold=False, nodes=nodes)
-    if fine and fine.peak_bytes > limit and (fine.peak_bytes <= limit * (1 + FUTILE) or search.work < LITTLE):
+    fine = search.nearest(model, slack, GAP, hold=False, nodes=more if rough.peak_bytes <= limit else NODES)
+    if fine and fine.peak_bytes <= limit:
+        if search.gap > GAP and rough.peak_bytes > limit:
+            model.rule_out(slack, limit, search.best.again, search.best.packed)
+            search.nearest(model, slack, GAP, nodes=more)
+    elif fine and (fine.peak_bytes <= limit * (1 + FUTILE) or search.work < LITTLE):
         search.by_moments(fine)
         if search.gap > GAP:
             search.ladder(model, slack)
         if GAP < search.gap < math.inf and not search.enough():  # by all positions that were found, none held to less
             search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
-    elif search.best and search.gap > GAP and nodes < more and fine and fine.peak_bytes <= limit:
-        model.rule_out(slack, limit, search.best.again, search.best.packed)
-        search.nearest(model, slack, GAP, nodes=more)
     if search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
         search.change(least.again, least.packed)
         if search.best is None and Program(problem, groups, at_most, strict=True).solve(
