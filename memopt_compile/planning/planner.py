@@ -11,9 +11,8 @@ Then plans are looked for in three ways, and the fastest is taken: plans are cha
 that can run again and, where nothing near what is proved was found, that with the smallest peak; moments in bursts get rows
 (`by_moments`); and positions are held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that
 leaves the plan as it is. Large programs are spared the last two where bursts are so much above the limit that each plan has
-others (`FUTILE`).
-None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it ends with a plan within
-`GAP`, or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
+others (`FUTILE`). None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it
+ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
 
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
