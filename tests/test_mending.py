@@ -192,7 +192,7 @@ def test_moments_in_a_burst_have_rows():
     assert faster.seconds < 0.96 * plan.seconds
     assert faster.peak_bytes == simulate(found, faster.again, faster.packed).peak_bytes <= limit
     proved = [each.seconds * (1 - each.gap) for each in (faster, plan)]
-    assert proved[0] == pytest.approx(proved[1], rel=planner.GAP)  # the bound is that of positions
+    assert proved[0] == pytest.approx(proved[1])  # the bound is that of positions
 
 
 @pytest.mark.parametrize("share", [0.65, 0.7, 0.8])

@@ -35,9 +35,9 @@ from .rematerialization import Outcome, Problem, fingerprint, simulate
 
 CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
-MORE = 4_000_000  # rows times nodes of the search tree, where nothing overflows: some three seconds
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
+MORE = 4_000_000  # rows times nodes of the search tree, where nothing overflows: some three seconds
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 LESS = (0, 0.002, 0.005, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
 FAR = 8  # times a step of these, beyond which it is passed by: so far above the limit is the last plan
@@ -45,8 +45,8 @@ WORK = 40000  # rows of all programs that were solved for a limit, after which o
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
-FUTILE = 0.1  # of the limit: where bursts are so much above it each plan has others, and it takes more than
-LITTLE = WORK / 4  # to look for one whose bursts are in the program
+FUTILE = 0.1  # of the limit: where bursts are so much above it each plan has others
+LITTLE = WORK / 4  # by which such plans are looked for nonetheless
 COARSE = 0.1  # the gap for a first look
 FIRST = 1.0  # the same if any solution will do: proving one to be fast takes most of the time
 
@@ -301,7 +301,7 @@ def _tighten(slack: dict[Point, int], outcome: Outcome, bound: int, moments: boo
         elif size - bound > worst.get(stretch, (0, 0))[0]:
             worst[stretch] = size - bound, place
     points: dict[Point, int] = {}
-    for excess, place in sorted(worst.values()):
+    for excess, place in sorted(worst.values()):  # of one point the most
         points[_point(outcome, place) if moments else outcome.at[place]] = excess
     fresh = slack.keys().isdisjoint(points)
     for point, excess in points.items():
