@@ -132,7 +132,7 @@ def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
             tried[planned] = program, record.step, record.after, record.passes
             least = min(least, program.peak_bytes)
         # The same schedule would come of a rung that it is below already.
-        planned = _down(min(planned, tried[planned][2].peak_bytes) - step, record)
+        planned = _down(min(planned, tried[planned][2].peak_bytes) - 1 - (step - rung), record)
     record.budget_bytes = limit
     return _smallest(tried, record)
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._inductor import config, ir, lowering, memory
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
-    FusedSchedulerNode,
     NodeUser,
     OutputNode,
     Scheduler,
@@ -32,6 +32,8 @@ from torch._inductor.scheduler import (
 )
 from torch._inductor.virtualized import V
 
+from . import kernel_order
+
 SMALL = 64  # what waits to be freed is worth a kernel from this part of the bytes of a graph's inputs on
 
 
@@ -39,8 +41,8 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _freed_before_needed(), _made_when_needed(), _written_over(),
-          _written_by_another_name(), _counted_once(), _late_from_inputs(), torch.compiler.config.patch(cache_key_tag=tag)):
+    with (_read_before_written(), _freed_between(), _made_when_needed(), _written_over(),
+          _written_by_another_name(), _counted_once(), _past_peaks(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
 
@@ -55,7 +57,8 @@ def cache_tag() -> str:
 @functools.cache
 def _digest() -> str:
     here = Path(__file__)
-    return hashlib.sha256(here.read_bytes() + here.with_name("inductor.py").read_bytes()).hexdigest()[:16]
+    texts = [here.with_name(name).read_bytes() for name in ("kernels.py", "inductor.py", "kernel_order.py")]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def writing_into(given: Sequence[int]) -> contextlib.AbstractContextManager:
@@ -104,50 +107,28 @@ def _freed_between() -> contextlib.AbstractContextManager:
     return mock.patch.object(CppScheduling, "ready_to_flush", ready)
 
 
-def _freed_before_needed() -> contextlib.AbstractContextManager:
-    """Loops are not joined by their outer ones where what the first has could be freed before the second runs.
-
-    In a step that is forward and backward of one softmax: as one loop they hold what only forward reads beside
-    the gradient. In two graphs, as `torch.compile` has them, these take turns. What joining makes local to the
-    loops counts in its favour.
-    """
-    may_join = CppScheduling.can_fuse_vertical_outer_loop
-
-    def joined(self: CppScheduling, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
-        if not may_join(self, first, second):
-            return False
-        buffers = first.scheduler.name_to_buf
-        names = {dep.name for dep in first.read_writes.reads} | {b.get_name() for b in first.get_outputs()}
-        here, there = first.get_operation_names(), second.get_operation_names()
-        freed = made = local = 0.0
-        for buffer in (buffers[name] for name in names if name in buffers):
-            readers = [u for u in buffer.users if not _only_waits(u, buffer.get_name()) and not _is_gone(u)
-                       and u.get_name() not in here]
-            inside = [user.get_name() in there for user in readers]
-            if buffer.defining_op_name() in here and all(inside):
-                local += _bytes(buffer.node)
-            elif not any(inside) and not any(_comes_after(user, there) for user in readers):
-                freed += _bytes(buffer.node)
-        for buffer in second.get_outputs():
-            if not buffer.get_mutations() and any(user.get_name() not in there for user in buffer.users):
-                made += _bytes(buffer.node)
-        return min(freed, made) <= max(local, _given_bytes() / SMALL)
-
-    return mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", joined)
-
-
 def _made_when_needed() -> contextlib.AbstractContextManager:
-    """Loops that read the same are not joined where that holds a result or an operand while others run.
+    """Loops are not joined where that holds a result or an operand while others run.
 
     What is computed again in backward reads what forward read: as one loop with forward's, it would be kept
-    after all. Inductor has a limit for this, of 64 loops and calls between the two; layers can have fewer.
+    after all. So would what backward computes from a result of forward, as one loop with that. Inductor has a limit for
+    the first, of 64 loops and calls between the two; layers can have fewer.
     """
-    distant = Scheduler.are_long_distant_nodes
+    distant, vertical = Scheduler.are_long_distant_nodes, InductorChoices.can_fuse_vertical
 
-    def held(self: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
-        return distant(self, first, second) or _held_bytes(self, first, second) > _given_bytes() / SMALL
+    def held(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+        return _held_bytes(scheduler, first, second) > _given_bytes() / SMALL
 
-    return mock.patch.object(Scheduler, "are_long_distant_nodes", held)
+    def apart(self: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+        return distant(self, first, second) or held(self, first, second)
+
+    def joined(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode, shared: int) -> bool:
+        return vertical(scheduler, first, second, shared) and not held(scheduler, first, second)
+
+    both = contextlib.ExitStack()
+    both.enter_context(mock.patch.object(Scheduler, "are_long_distant_nodes", apart))
+    both.enter_context(mock.patch.object(InductorChoices, "can_fuse_vertical", staticmethod(joined)))
+    return both
 
 
 def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> float:
@@ -174,25 +155,22 @@ def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSche
                 and all(when < bound for when in uses(b))]
 
     bound = late.min_order
-    at_early = _total(made(late)) - _total(ended(late, early))
+    inside = _total(b for b in early.get_outputs() if not b.get_mutations() and not uses(b))  # what is then never made
+    there = [b for b in ended(late, early) if b.defining_op.min_order < early.min_order]
+    at_early = _total(made(late)) - _total(there) - inside
     if any(when < bound for buffer in early.get_outputs() for when in uses(buffer)):
         return at_early
     bound = early.max_order + 1
-    return min(at_early, _total(ended(early, late)) - _total(made(early)))
+    return min(at_early, _total(ended(early, late)) - _total(made(early)) - inside)
 
 
-def _total(buffers: list[SchedulerBuffer]) -> float:
+def _total(buffers: Iterable[SchedulerBuffer]) -> float:
     return sum(_bytes(buffer.node) for buffer in buffers)
 
 
 def _is_gone(user: NodeUser) -> bool:
     """Whether nothing reads what `user` makes: Inductor has then left it out, though not everywhere out of readers."""
     return not isinstance(user.node, OutputNode) and not hasattr(user.node, "min_order")
-
-
-def _comes_after(user: NodeUser, operations: set[str]) -> bool:
-    """Whether `user` needs one of `operations`, or is the caller, who has the graph's results."""
-    return isinstance(user.node, OutputNode) or bool(user.node.ancestors & operations)
 
 
 def _written_over() -> contextlib.AbstractContextManager:
@@ -258,31 +236,15 @@ def _counted_once() -> contextlib.AbstractContextManager:
     return mock.patch.object(memory, "compute_size_for_scheduler_buffer", sizes)
 
 
-def _late_from_inputs() -> contextlib.AbstractContextManager:
-    """What is computed from a graph's inputs alone waits for its first reader, if that lowers the estimated peak.
-
-    Of the orders that Inductor tries, the one that goes by what the next kernel frees makes such values as soon as
-    they cost less than anything else: backward's cast of a head's weight stood beside the logits.
-    """
+def _past_peaks() -> contextlib.AbstractContextManager:
+    """What a peak does not need comes after it (`kernel_order`), where that lowers Inductor's estimate: by more than
+    the estimate is off, which does not know what is written over."""
     reorder = memory.reorder_for_peak_memory
 
-    def reordered(nodes: list[BaseSchedulerNode], *given: Any) -> list[BaseSchedulerNode]:
-        best = reorder(nodes, *given)
-        return best if _late(best) == best else reorder(best, *given, methods=[_late])
+    def reordered(*given: Any, **methods: Any) -> list[BaseSchedulerNode]:
+        return kernel_order.past_peaks(reorder(*given, **methods), given[4], worth=_given_bytes() / SMALL)
 
     return mock.patch.object(memory, "reorder_for_peak_memory", reordered)
-
-
-def _late(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    place = {node: i for i, node in enumerate(nodes)}
-
-    def key(node: BaseSchedulerNode) -> tuple[int, bool]:
-        known = node.mpi_node
-        movable = isinstance(node, SchedulerNode | FusedSchedulerNode) and known.succ_nodes and not (
-            known.pred_nodes or known.pred_buffers or node.has_side_effects())
-        return (min(map(place.__getitem__, known.succ_nodes)), False) if movable else (place[node], True)
-
-    return sorted(nodes, key=key)
 
 
 def _written_to(buffer: SchedulerBuffer) -> str | None:

@@ -217,7 +217,7 @@ def test_loops_that_take_turns_are_not_joined():
         gradient = y.sgn() * y - y * (y.sgn() * y).sum(-1, keepdim=True)
         return y.abs().pow(2).sum(), x.t() @ gradient
 
-    without, with_rule = peaks_by_rule("_freed_before_needed", softmax, torch.randn(64, 32), torch.randn(32, 48))
+    without, with_rule = peaks_by_rule("_made_when_needed", softmax, torch.randn(64, 32), torch.randn(32, 48))
     assert with_rule < 0.8 * without
 
 
@@ -251,7 +251,7 @@ def test_what_the_inputs_tell_is_made_for_its_reader(monkeypatch):
 
     monkeypatch.setattr(memory, "reorder_for_peak_memory", casts_first)
     given = torch.randn(64, 32, dtype=torch.float64), torch.randn(32, 96), torch.randn(96, 16)
-    without, with_rule = peaks_by_rule("_late_from_inputs", step, *given)
+    without, with_rule = peaks_by_rule("_past_peaks", step, *given)
     assert without - with_rule == 96 * 16 * (8 - 4)  # the weight itself goes with its cast here
 
 
