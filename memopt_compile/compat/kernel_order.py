@@ -9,7 +9,7 @@ layer's attention is then there beside its feed-forward layer's gradient, since 
 2. Kernels behind it that do not wait for it go before it, with all that they need, if they free more than they make.
 3. Of the orders on the way that with the lowest peak is taken, and that is done again for the peak that is left, while none is higher.
 
-What is computed is the same. Parts of Inductor, all private, tried on torch 2.13.
+What is computed is the same, and what has to wait for what is Inductor's word. Its parts are private, tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerBuffer
 
 ROUNDS = 50
-MOST = 300  # kernels: a graph that is not cut into pieces may have many more
+MOST = 200  # kernels: a graph that is not cut into pieces may have many more
 
 
 def past_peaks(nodes: list[BaseSchedulerNode], outputs: Container[str], worth: float = 0) -> list[BaseSchedulerNode]:
@@ -65,7 +65,8 @@ def _estimate(nodes: list[BaseSchedulerNode], outputs: Container[str]) -> tuple[
 
 def _is_written_over(buffer: Any, by: BaseSchedulerNode) -> bool:
     inside = by.get_operation_names()
-    return isinstance(buffer, SchedulerBuffer) and buffer.defining_op_name() not in inside and any(u.can_inplace and u.get_name() in inside for u in buffer.users)
+    return isinstance(buffer, SchedulerBuffer) and buffer.defining_op_name() not in inside and any(
+        user.can_inplace and user.get_name() in inside for user in buffer.users)
 
 
 def _apart(nodes: Sequence[BaseSchedulerNode], at: int, outputs: Container[str]) -> Iterator[list[BaseSchedulerNode]]:

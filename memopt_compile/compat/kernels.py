@@ -111,8 +111,8 @@ def _made_when_needed() -> contextlib.AbstractContextManager:
     """Loops are not joined where that holds a result or an operand while others run.
 
     What is computed again in backward reads what forward read: as one loop with forward's, it would be kept
-    after all. So would what backward computes from a result of forward, as one loop with that. Inductor has a limit for
-    the first, of 64 loops and calls between the two; layers can have fewer.
+    after all. So would what backward computes from a result of forward, as one loop with that: of one softmax, what only
+    forward reads beside the gradient. Inductor has a limit for the first, of 64 loops and calls between the two; layers can have fewer.
     """
     distant, vertical = Scheduler.are_long_distant_nodes, InductorChoices.can_fuse_vertical
 
@@ -237,8 +237,8 @@ def _counted_once() -> contextlib.AbstractContextManager:
 
 
 def _past_peaks() -> contextlib.AbstractContextManager:
-    """What a peak does not need comes after it (`kernel_order`), where that lowers Inductor's estimate: by more than
-    the estimate is off, which does not know what is written over."""
+    """What a peak does not need comes after it (`kernel_order`), if that lowers it by more than an estimate is off: a cast of a
+    weight that waits for its reader, and what is computed again for another gradient than that of the peak."""
     reorder = memory.reorder_for_peak_memory
 
     def reordered(*given: Any, **methods: Any) -> list[BaseSchedulerNode]:
