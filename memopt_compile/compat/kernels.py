@@ -41,7 +41,7 @@ SMALL = 64  # what waits to be freed is worth a kernel from this part of the byt
 def as_memopt_wants() -> Iterator[None]:
     """Within it, Inductor makes the kernels of graphs that have nothing to do with another compilation."""
     tag = f"{torch.compiler.config.cache_key_tag} memopt {cache_tag()}"
-    with (_read_before_written(), _freed_between(), _made_when_needed(), _written_over(),
+    with (_read_before_written(), _freed_between(), _freed_before_needed(), _made_when_needed(), _written_over(),
           _written_by_another_name(), _counted_once(), _past_peaks(), torch.compiler.config.patch(cache_key_tag=tag)):
         yield
 
@@ -107,12 +107,44 @@ def _freed_between() -> contextlib.AbstractContextManager:
     return mock.patch.object(CppScheduling, "ready_to_flush", ready)
 
 
+def _freed_before_needed() -> contextlib.AbstractContextManager:
+    """Loops are not joined by their outer ones where what the first has could be freed before the second runs.
+
+    In a step that is forward and backward of one softmax: as one loop they hold what only forward reads beside
+    the gradient. In two graphs, as `torch.compile` has them, these take turns. What joining makes local to the
+    loops counts in its favour.
+    """
+    may_join = CppScheduling.can_fuse_vertical_outer_loop
+
+    def joined(self: CppScheduling, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+        if not may_join(self, first, second):
+            return False
+        buffers = first.scheduler.name_to_buf
+        names = {dep.name for dep in first.read_writes.reads} | {b.get_name() for b in first.get_outputs()}
+        here, there = first.get_operation_names(), second.get_operation_names()
+        freed = made = local = 0.0
+        for buffer in (buffers[name] for name in names if name in buffers):
+            readers = [u for u in buffer.users if not _only_waits(u, buffer.get_name()) and not _is_gone(u)
+                       and u.get_name() not in here]
+            inside = [user.get_name() in there for user in readers]
+            if buffer.defining_op_name() in here and all(inside):
+                local += _bytes(buffer.node)
+            elif not any(inside) and not any(_comes_after(user, there) for user in readers):
+                freed += _bytes(buffer.node)
+        for buffer in second.get_outputs():
+            if not buffer.get_mutations() and any(user.get_name() not in there for user in buffer.users):
+                made += _bytes(buffer.node)
+        return min(freed, made) <= max(local, _given_bytes() / SMALL)
+
+    return mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", joined)
+
+
 def _made_when_needed() -> contextlib.AbstractContextManager:
     """Loops are not joined where that holds a result or an operand while others run.
 
     What is computed again in backward reads what forward read: as one loop with forward's, it would be kept
-    after all. So would what backward computes from a result of forward, as one loop with that: of one softmax, what only
-    forward reads beside the gradient. Inductor has a limit for the first, of 64 loops and calls between the two; layers can have fewer.
+    after all. So would what backward computes from a result of forward, as one loop with that. Inductor has a limit for
+    the first, of 64 loops and calls between the two; layers can have fewer.
     """
     distant, vertical = Scheduler.are_long_distant_nodes, InductorChoices.can_fuse_vertical
 
@@ -171,6 +203,11 @@ def _total(buffers: Iterable[SchedulerBuffer]) -> float:
 def _is_gone(user: NodeUser) -> bool:
     """Whether nothing reads what `user` makes: Inductor has then left it out, though not everywhere out of readers."""
     return not isinstance(user.node, OutputNode) and not hasattr(user.node, "min_order")
+
+
+def _comes_after(user: NodeUser, operations: set[str]) -> bool:
+    """Whether `user` needs one of `operations`, or is the caller, who has the graph's results."""
+    return isinstance(user.node, OutputNode) or bool(user.node.ancestors & operations)
 
 
 def _written_over() -> contextlib.AbstractContextManager:
