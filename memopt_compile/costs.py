@@ -30,7 +30,7 @@ from .collectives import is_collective, is_wait, launch_of, whole_bytes
 from .compat.trace import hinted, profiler_active, pytree, real_tensors
 from .devices import free_bytes
 from .distributed import planned
-from .fusing import unmade_bytes
+from .fusing import fused
 from .in_slabs import IN_SLABS_, of_one_slab
 from .liveness import Workspace, lifetimes, live_bytes, no_workspace
 from .measure import measure
@@ -94,7 +94,7 @@ def workspace(step: StepGraph, lowering: str = "eager") -> Workspace:
         return _inside(step, node, held) or workspace_bytes(node.target, args, kwargs)
 
     if lowering == "inductor":
-        held.fused = unmade_bytes  # type: ignore[attr-defined]
+        held.fused = fused  # type: ignore[attr-defined]
     return held
 
 

@@ -1,60 +1,61 @@
-"""What Inductor makes less of than the schedule of a step says, behind forward.
+"""What Inductor makes less of than the schedule of a step says.
 
-The schedule counts the result of every operator. Without the following a vocabulary's gradient that is added up over parts of
-the logits, and its update, hold three and four matrices of that size in it where one is made, and a plan pays for the rest.
+The schedule counts the result of every operator. Without the following a GELU of forward holds four matrices in it where one loop
+makes its result of its operand, a vocabulary's gradient that is added up over parts of the logits three where one is made, and
+a plan pays for the rest.
 
 1. A value that fuses, with nothing but what fuses up to its last reader, is never made: one loop has them all. What it is computed
-   from is then read by that loop.
-2. A result that fuses is written over an operand of its geometry that nothing reads later.
+   from is then read by that loop. One that forward makes and anything behind it reads is made: a plan may keep it.
+2. A result that fuses is written over an operand that its loop reads as it is laid out itself, and nothing later.
 
-This is a model, for plans; the peak that is predicted comes of Inductor's own code (`backends.inductor`). Values of forward are
-left out: what a plan does with them moves them.
+This is a model, for plans; the peak that is predicted comes of Inductor's own code (`backends.inductor`).
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from .liveness import lifetimes
+from .liveness import Lifetimes, lifetimes
 from .ordering import fuses
-from .step_graph import Phase, StepGraph, aliased_args
+from .step_graph import Phase, StepGraph, aliased_args, storage_roots
 
 
-def unmade_bytes(step: StepGraph) -> list[int]:
-    """For each operator of `step` in its order, the bytes by which less is alive while it runs."""
+def fused(step: StepGraph) -> tuple[Lifetimes, dict[fx.Node, int]]:
+    """The lifetimes of `step` in its order without what is never made, of no bytes there and each operand of which its readers
+    touch too; and the bytes by which less is alive while an operator writes over an operand."""
     order, life = list(step.computing()), lifetimes(step.graph)
     last = {root: i for i, node in enumerate(order) for root in life.touched[node]}
     last.update(dict.fromkeys(life.kept, len(order)))
+    forward = [step.phase(node) is Phase.FORWARD for node in order]
+    behind = {root for node, early in zip(order, forward) if not early for root in life.touched[node]}
     fusing = set(filter(fuses, order))
     end, until = [len(order)] * len(order), len(order)  # before which operator a loop that begins here has to end
     for i, node in reversed(list(enumerate(order))):
         end[i] = until
         until = until if node in fusing or _joins(node) else i
-    less = [0] * (len(order) + 1)
 
-    def alive(size: int, first: int, final: int) -> None:
-        less[first] += size
-        less[final + 1] -= size
-
-    late, unmade = dict(last), set[fx.Node]()
-    for i, node in reversed(list(enumerate(order))):
-        if step.phase(node) is Phase.FORWARD or aliased_args(node) or node not in fusing or not (size := life.size.get(node, 0)):
-            continue
-        if late[node] < end[i]:
+    made = {node: i for i, node in enumerate(order) if life.size.get(node) and node in fusing and not aliased_args(node)}
+    unmade = set[fx.Node]()
+    for node, i in reversed(made.items()):
+        if last[node] < end[i] and not (forward[i] and node in behind):
             unmade.add(node)
-            alive(size, i, last[node])
-            for root in life.touched[node] - {node}:
-                late[root] = max(late[root], late[node])
-        elif any(late[root] == i and root not in unmade and _geometry(root) == _geometry(node)
-                 for root in life.touched[node] - {node}):
-            alive(size, i, i)
-    for root, final in late.items():
-        if root not in unmade and final > last[root]:
-            alive(-life.size.get(root, 0), last[root] + 1, final)
-    return list(accumulate(less[:-1]))
+            last |= {root: max(last[root], last[node]) for root in life.touched[node]}
+    touched, roots = dict(life.touched), storage_roots(step.graph)
+    reads: dict[fx.Node, set[tuple[fx.Node, tuple]]] = {}  # storages, and as what
+    over: dict[fx.Node, int] = {}
+    for i, node in enumerate(order):
+        touched[node] = touched[node].union(*(touched[root] for root in touched[node] & unmade if root is not node))
+        reads[node] = {read for a in node.all_input_nodes for root in roots[a]
+                       for read in (reads[root] if root in unmade else {(root, _geometry(a))})}
+        if node in made and node not in unmade:
+            same = {root for root, geometry in reads[node] if geometry == _geometry(node) and last.get(root) == i}
+            if same.difference(root for root, geometry in reads[node] if geometry != _geometry(node)):
+                over[node] = life.size[node]
+    nothing = dict.fromkeys(unmade, 0)
+    return replace(life, size=life.size | nothing, born=life.born | nothing, touched=touched), over
 
 
 def _joins(node: fx.Node) -> bool:
@@ -62,5 +63,8 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _geometry(node: fx.Node) -> tuple:
+    """Of contiguous values any shape will do."""
     value = node.meta["val"]
-    return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else ()
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return value.dtype, value.numel(), () if value.is_contiguous() else value.stride()

@@ -16,7 +16,7 @@ Sizes are bytes of the whole storage behind a value, not of the view of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,16 @@ def resident_bytes(step: StepGraph) -> int:
     return sum(i.nbytes for i in step.inputs)
 
 
+def seen_by(workspace: Workspace, step: StepGraph) -> tuple[Lifetimes, Mapping[fx.Node, int]]:
+    """The lifetimes of `step` as what lowers it has them, and the bytes of operands that an operator writes over."""
+    fused = getattr(workspace, "fused", None)  # (`fusing`)
+    return fused(step) if fused else (lifetimes(step.graph), {})
+
+
 def timeline(step: StepGraph, workspace: Workspace = no_workspace) -> Timeline:
     """Predicted live bytes of `step` in its present order."""
     order = list(step.computing())
-    points = live_bytes(order, lifetimes(step.graph), workspace)
-    if fused := getattr(workspace, "fused", None):  # (`fusing`)
-        points = list(map(operator.sub, points, fused(step)))
+    life, over = seen_by(workspace, step)
+    points = live_bytes(order, life, lambda node: workspace(node) - over.get(node, 0))
     return Timeline(resident_bytes(step), tuple(
         Point(node, step.phase(node), live) for node, live in zip(order, points)))

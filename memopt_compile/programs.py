@@ -41,7 +41,7 @@ from .shadow import shadowed
 from .step_graph import Role, StepGraph, is_collective
 
 log = logging.getLogger("memopt_compile")
-RUNGS = 100  # that the transient peak of the captured step is divided in
+RUNGS = 200  # that the transient peak of the captured step is divided in
 TRIES = 12  # for a step whose lowered peak is above the budget
 NEAR = 4  # rungs: how much more than its schedule a lowered plan may need without another being left out
 ABOVE = 6  # rungs, the budget's own among them: how much less it may need without being left out itself

@@ -11,6 +11,7 @@ each other and are deterministic, so that equal steps get equal plans; they are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,8 +121,29 @@ class Roofline:
         if node.target in BEGINNINGS or is_collective(node):
             return nbytes(node.meta.get("val")) / at.link + at.launch
         moved = sum(nbytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        return max(self._arithmetic(node), moved / at.bytes) + at.launch
+
+    def of_loop(self, loop: Sequence[fx.Node]) -> float:
+        """Seconds of operators, the last of which alone leaves a result, in one loop over what they read from without."""
+        read = {a for node in loop for a in node.all_input_nodes if a not in loop}
+        moved = sum(nbytes(n.meta.get("val")) for n in (loop[-1], *read))
+        return max(sum(map(self._arithmetic, loop)), moved / self.rates.bytes) + self.rates.launch
+
+    def _arithmetic(self, node: fx.Node) -> float:
+        if not computes(node):
+            return 0.0
+        at = self.rates
         rate = at.tf32 if at.tf32 and in_tf32(node) else at.flops.get(_dtype(node), at.flops[torch.float32])
-        return max(flops(node) / rate, moved / at.bytes) + at.launch
+        return flops(node) / rate
+
+
+def in_one_loop(seconds: Callable[[fx.Node], float], loop: Sequence[fx.Node], device: torch.device) -> float:
+    """What these operators take together, if they are one loop: by the roofline's share of what they take apart."""
+    apart = sum(map(seconds, loop))
+    if len(loop) == 1 or not apart:
+        return apart
+    by = roofline(device)
+    return apart * by.of_loop(loop) / sum(map(by, loop))
 
 
 def roofline(device: torch.device | str) -> Roofline:

@@ -81,7 +81,7 @@ def groups(problem: Problem) -> list[int]:
               if any(problem.values[v].nbytes > NUMBER for v in operation.makes)]
     operations = [problem.operations[o] for o in places]
     known: dict[str, int] = {}
-    labels = np.array([known.setdefault(label(o.node), len(known)) for o in operations],
+    labels = np.array([known.setdefault(" ".join(map(label, (*o.inside, o.node))), len(known)) for o in operations],
                       dtype=np.int64)
     backward = np.cumsum(problem.backward)  # nodes of backward so far
 

@@ -94,7 +94,7 @@ def memory_plan(problem: Problem, limit: int, chosen: planner.Solution,
                 packed.seconds if packed else operation.seconds, source_line(value.node),
                 packed.form if packed else "", packed.nbytes if packed else 0 if again else value.nbytes,
                 packed.error if packed else 0.0))
-    names = frozenset(problem.operations[o].node.name for o in chosen.again)
+    names = frozenset(name for o in chosen.again for name in problem.operations[o].names)
     formats = tuple((problem.values[v].node.name, p.form) for v, p in sorted(chosen.packed.items()))
     return MemoryPlan(limit, chosen.peak_bytes, chosen.seconds, chosen.gap, tuple(decisions), names,
                       formats, costs)

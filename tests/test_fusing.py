@@ -4,7 +4,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt_compile.costs import workspace
-from memopt_compile.fusing import unmade_bytes
 from memopt_compile.liveness import timeline
 from memopt_compile.step_graph import Phase, StepGraph
 
@@ -18,7 +17,8 @@ def behind_forward(function, count=3, phase=Phase.BACKWARD):
 
 
 def kibibytes(step):
-    return {node.name: less // 1024 for node, less in zip(step.computing(), unmade_bytes(step))}
+    alone, together = timeline(step), timeline(step, workspace(step, "inductor"))
+    return {a.node.name: (a.live_bytes - b.live_bytes) // 1024 for a, b in zip(alone.points, together.points)}
 
 
 def update(p, g, m):
@@ -28,6 +28,11 @@ def update(p, g, m):
     return ()
 
 
+def gelu(x, w, _):
+    h = x @ w
+    return ((h * 0.5 * (h * 0.7).erf()) @ w,)
+
+
 def test_an_update_is_one_loop():
     step = behind_forward(update)
     assert timeline(step).transient_peak_bytes == 3 * SIZE
@@ -35,8 +40,19 @@ def test_an_update_is_one_loop():
     assert timeline(step, workspace(step, "eager")).transient_peak_bytes == 3 * SIZE
 
 
-def test_forward_is_as_the_schedule_says():
-    assert set(unmade_bytes(behind_forward(update, phase=Phase.FORWARD))) == {0}
+def test_forward_is_as_backward():
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert kibibytes(behind_forward(gelu, phase=phase)) == {"mm": 0, "mul": 1, "mul_1": 2, "erf": 2, "mul_2": 2, "mm_1": 0}
+
+
+def test_what_forward_makes_and_backward_reads_is_made():
+    step = behind_forward(gelu, phase=Phase.FORWARD)
+    step.phases[list(step.computing())[-1]] = Phase.BACKWARD
+    assert kibibytes(step)["mul_2"] == 2
+    erf = next(n for n in step.computing() if n.name == "erf")
+    with step.graph.inserting_before(step.graph.output_node()):
+        step.phases[step.call(erf, torch.ops.aten.neg.default, erf)] = Phase.BACKWARD
+    assert kibibytes(step)["erf"] == 1
 
 
 def test_a_sum_takes_the_place_of_what_it_adds_to():
@@ -52,4 +68,4 @@ def test_what_a_product_reads_is_made():
 def test_an_operand_waits_for_the_loop_that_reads_it():
     step = behind_forward(lambda x, w, b: ((x @ w).double().mul(b.double()).float() @ w,), 3)
     # Both doubles, 2 KiB each, and their product are never made; the first product of matrices is there until their last.
-    assert kibibytes(step) == {"mm": 0, "_to_copy": 2, "_to_copy_1": 4 - 1, "mul": 6 - 1, "_to_copy_2": 2 - 1, "mm_1": 0}
+    assert kibibytes(step) == {"mm": 0, "_to_copy": 2, "_to_copy_1": 4 - 1, "mul": 6 - 1, "_to_copy_2": 2, "mm_1": 0}

@@ -65,6 +65,7 @@ from .rows import Rows, Solved, Terms, silent
 NODES = 100  # of the search tree for one solution
 PEAK_NODES = 50  # the same for the smallest peak, of which good solutions come early
 SECONDS = 120.0  # for one solution, should nodes take long
+INFEASIBLE = 2  # as scipy has it
 TINY = 1e-6  # of the peak: smaller values count as alive
 
 
@@ -117,6 +118,7 @@ class Program:
         self.fits: dict[Point, int] = {}  # the row of each point that is written out
         self.out: dict[int, int] = {}  # decisions, and what they are in every plan that is wanted
         self.last: Solved | None = None
+        self.infeasible = False  # the last that was asked, as HiGHS proved
         self.work = 0.0  # rows that were solved, twice those of `NODES` nodes
         self.total = sum(o.seconds for o in problem.operations) or 1.0
         if at_most < math.inf:
@@ -158,6 +160,7 @@ class Program:
             found = milp(cost, integrality=integral, bounds=Bounds(least, most), constraints=LinearConstraint(rows, lb=low),
                          options={"mip_rel_gap": gap, "node_limit": PEAK_NODES if limit is None else nodes, "time_limit": SECONDS})
         self.work += len(low) * (1 + (found.mip_node_count or 0) / NODES)
+        self.infeasible = found.status == INFEASIBLE
         if found.x is None:
             return None
         chosen = {i for i in range(self.peak) if found.x[i] > 0.5}

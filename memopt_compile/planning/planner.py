@@ -37,7 +37,7 @@ CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
-MORE = 4_000_000  # rows times nodes of the search tree, where nothing overflows: some three seconds
+MORE = 10_000_000  # rows times nodes of the search tree, where nothing overflows: some three seconds
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 LESS = (0, 0.002, 0.005, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
 FAR = 8  # times a step of these, beyond which it is passed by: so far above the limit is the last plan
@@ -110,7 +110,7 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
             search.ladder(model, slack)
         if GAP < search.gap < math.inf and not search.enough():  # by all positions that were found, none held to less
             search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
-    if search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
+    if search.proved < math.inf and search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
         search.change(least.again, least.packed)
         if search.best is None and Program(problem, groups, at_most, strict=True).solve(
                 dict.fromkeys(_positions(problem), 0), limit, FIRST):  # a search without a bound may come to one that is within it
@@ -121,7 +121,8 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
 
 @dataclass
 class _Search:
-    """For the fastest plan within a limit: the `best` so far, the seconds that are `proved` to be needed, and what was tried."""
+    """For the fastest plan within a limit: the `best` so far, the seconds that are `proved` to be needed (infinite: there is
+    none), and what was tried."""
 
     problem: Problem
     limit: int
@@ -186,6 +187,8 @@ class _Search:
                 halved = True
                 slack.update((position, less // 2) for position, less in slack.items())
                 continue
+            if solved is None and model.infeasible and not (moments or aim < self.limit or any(slack.values())):
+                self.proved = math.inf  # there is no plan
             if solved is None or last and solved[:2] == last[:2] and not fresh:
                 break
             last = solved

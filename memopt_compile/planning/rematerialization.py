@@ -16,21 +16,19 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..data_sizes import makes_sizes
-from ..liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace
-from ..ordering import is_collective, is_random
+from ..liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace, seen_by
 from ..partition import RANKS, RANKS_HOST
-from ..step_graph import WAIT, Phase, StepGraph, mutated_args, storage_roots
+from ..seconds import in_one_loop
+from ..step_graph import Phase, StepGraph, mutated_args, storage_roots
 from ..transfers import HOST
 from .packing import Packed, candidates, in_host_memory, in_parts
-from .recomputing import kept_by_the_user, overwritten_early
+from .recomputing import kept_by_the_user, loops, may_run_again, operands_of, overwritten_early
 from .replicated import alike
 from .sensitivity import Use, may_follow, sensitivity
 
@@ -80,8 +78,8 @@ class Value:
 
 @dataclass
 class Operation:
-    """An operator of forward: the values it `reads` and `makes`, whether it may run `again`, and
-    those of the values that have to be `exact` if it does."""
+    """An operator of forward, with what is `inside` its loop: the values it `reads` and `makes`, whether it may run `again`,
+    and those of the values that have to be `exact` if it does."""
 
     node: fx.Node
     position: int
@@ -90,6 +88,11 @@ class Operation:
     again: bool = True
     seconds: float = 0.0
     exact: tuple[int, ...] = ()
+    inside: tuple[fx.Node, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in (*self.inside, self.node))
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Problem:
     backward: list[bool]
     roots: dict[fx.Node, frozenset[fx.Node]]
     workspace: Workspace
+    over: Mapping[fx.Node, int] = field(default_factory=dict)  # bytes of operands that an operator of the step writes over
     together: tuple[tuple[int, int], ...] = ()
 
     def cost(self, again: Collection[int], packed: Mapping[int, Packed] = NOTHING) -> float:
@@ -116,13 +120,12 @@ class Problem:
 def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             workspace: Workspace | None = None, means: Means = ALL_EXACT) -> Problem:
     """The values and operations of `step` that can be chosen from with these `means`."""
-    held, fused = workspace or no_workspace, getattr(workspace, "fused", None)
-    less = dict(zip(step.computing(), fused(step))) if fused else {}
-    workspace = functools.cache(lambda node: held(node) - less.get(node, 0))  # each choice asks for all of it again
+    life, over = seen_by(workspace or no_workspace, step)
+    alone = lifetimes(step.graph)  # each operator for itself
+    workspace = functools.cache(workspace or no_workspace)  # each choice asks for all of it again
     tolerated = sensitivity(step, means.compress)
     packed = candidates(tolerated, seconds, means.max_error, dict(means.instead))
-    order, life = list(step.computing()), lifetimes(step.graph)
-    roots = storage_roots(step.graph)
+    order, roots = list(step.computing()), storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]
     fixed = overwritten_early(step)
     common = alike(step) if means.parts else set()
@@ -131,16 +134,21 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
         return (in_host_memory(node, seconds) if means.host else ()) + (
             in_parts(node, seconds, step.parallel, means.host) if node in common else ())
 
+    insides = loops(step, life)
+    never = {node for inside in insides.values() for node in inside}
+    # What fuses into several loops may be kept for a copy of one.
+    made = {node: alone.size[node] for node in order if step.phase(node) is Phase.FORWARD and node in life.size and node not in never}
+    life = replace(life, size=life.size | made, born=life.born | {node: alone.born[node] for node in made})
     values: list[Value] = []
     operations: list[Operation] = []
     number: dict[fx.Node, int] = {}  # of the value that a storage is
     made_by: dict[fx.Node, int] = {}
     for at, node in enumerate(order):
-        if step.phase(node) is Phase.FORWARD and node in life.size:
+        if step.phase(node) is Phase.FORWARD and node in life.size and node not in never:
             maker = node.args[0] if node.target is operator.getitem else node
             if maker not in made_by:
                 made_by[maker] = len(operations)
-                operations.append(_operation(maker, at, roots, number, fixed, seconds))
+                operations.append(_operation(maker, insides.get(maker, []), at, roots, number, fixed, seconds))
             number[node] = len(values)
             operations[made_by[maker]].makes.append(len(values))
             values.append(Value(node, life.size[node], made_by[maker], at, at,
@@ -150,7 +158,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             if root not in number:
                 continue
             value = values[number[root]]
-            if step.phase(node) is Phase.BACKWARD:
+            if step.phase(node) is Phase.BACKWARD or value.needed and root not in alone.touched[node]:  # in one loop with such
                 value.first, value.final = min(value.first, at), at
             elif value.needed:  # read behind backward, though not by it: it stays as it is
                 operations[value.operation].again, value.packed = False, ()
@@ -162,7 +170,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
         if value.node in life.kept:
             operations[value.operation].again, value.packed = False, ()
     for operation, latest in zip(operations, latest_runs(values, operations)):
-        reads = {r for a in operation.node.all_input_nodes for r in roots[a]}
+        reads = {r for a in operands_of(operation.node, operation.inside) for r in roots[a]}
         if latest >= min((written.get(r, NEVER) for r in reads), default=NEVER):
             operation.again = False  # an operand may be overwritten by then
     for operation in operations:
@@ -170,8 +178,8 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
     together = tuple((number[node], made_by[other.args[0]]) for node, others in
                      tolerated.together.items() for other in others
                      if node in number and other in number)
-    return Problem(order, live_bytes(order, life, workspace), values, operations, life, backward,
-                   roots, workspace, together)
+    live = live_bytes(order, life, lambda node: workspace(node) - over.get(node, 0))
+    return Problem(order, live, values, operations, life, backward, roots, workspace, over, together)
 
 
 def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
@@ -181,16 +189,17 @@ def _allowed(node: fx.Node, packed: Mapping[fx.Node, tuple[Packed, ...]],
     return packed.get(node, ()) + put_away(node)
 
 
-def _operation(node: fx.Node, at: int, roots: Any, number: dict[fx.Node, int],
+def _operation(node: fx.Node, inside: list[fx.Node], at: int, roots: Any, number: dict[fx.Node, int],
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
-    owners = dict.fromkeys(r for a in node.all_input_nodes for r in roots[a])
-    again = not (is_random(node) or is_collective(node) or node.is_impure(impure_random=False) or mutated_args(node)
-                 or kept_by_the_user(node) or makes_sizes(node)  # the size is one number
-                 or node.target in (WAIT, torch.ops.aten._local_scalar_dense.default)
-                 or owners.keys() & fixed or roots[node] & fixed)
-    exact = dict.fromkeys(r for a in node.all_input_nodes if not may_follow(node, a) for r in roots[a])
+    loop = (*inside, node)
+    owners = dict.fromkeys(r for a in operands_of(node, inside) for r in roots[a])
+    again = may_run_again(node) and not (owners.keys() & fixed or roots[node] & fixed)
+    follows = all(may_follow(each, a) for each in loop for a in each.all_input_nodes if a in inside)
+    exact = dict.fromkeys(r for each in loop for a in each.all_input_nodes
+                          if a not in inside and not (follows and may_follow(each, a)) for r in roots[a])
     return Operation(node, at, tuple(number[r] for r in owners if r in number), again=again,
-                     seconds=seconds(node), exact=tuple(number[r] for r in exact if r in number))
+                     seconds=in_one_loop(seconds, loop, node.meta["val"].device) if inside else seconds(node),
+                     exact=tuple(number[r] for r in exact if r in number), inside=tuple(inside))
 
 
 def fingerprint(problem: Problem) -> tuple:
@@ -203,7 +212,7 @@ def fingerprint(problem: Problem) -> tuple:
               for n, back, live in zip(problem.order, problem.backward, problem.live)),
         tuple((v.node.name, v.nbytes, v.operation, v.made, v.last, v.first, v.final, v.exact,
                tuple((p.form, p.nbytes, p.seconds, p.error, p.restores) for p in v.packed)) for v in problem.values),
-        tuple((o.node.name, o.position, o.reads, tuple(o.makes), o.again, o.seconds, o.exact) for o in problem.operations),
+        tuple((o.names, o.position, o.reads, tuple(o.makes), o.again, o.seconds, o.exact) for o in problem.operations),
         names(problem.life.kept), problem.together)
 
 
@@ -327,7 +336,7 @@ def simulate(problem: Problem, again: Collection[int],
                 if values[v].operation in again:
                     run_again(values[v].operation, position)
             unpack(mine, position)
-            if mine:
+            if not touches.isdisjoint(number):
                 touches = frozenset(owner(number[r]) if r in number else r for r in touches)
         run(node, node, position, touches, life.born.get(node, 0))
         for v in packing.get(position, ()):
@@ -336,4 +345,4 @@ def simulate(problem: Problem, again: Collection[int],
                 packed[v].nbytes)
 
     lives = Lifetimes(size, touched, life.kept, born)
-    return Outcome(live_bytes(order, lives, lambda key: problem.workspace(held[key])), at, order, lives)
+    return Outcome(live_bytes(order, lives, lambda key: problem.workspace(held[key]) - problem.over.get(key, 0)), at, order, lives)
