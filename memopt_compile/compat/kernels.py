@@ -164,8 +164,8 @@ def _made_when_needed() -> contextlib.AbstractContextManager:
 
 
 def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> float:
-    """Bytes that are held, over what lies between two loops, if they become one: at the place of the earlier, for which what
-    is made in between comes sooner, or, if nothing needs that one before, of the later."""
+    """Bytes that are held, over what lies between two loops, if they become one: at the place of the earlier, or,
+    if nothing needs that one before, of the later."""
     early, late = sorted((first, second), key=lambda node: node.min_order)
     if late.min_order - early.max_order < 2:
         return 0
@@ -189,9 +189,7 @@ def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSche
     bound = late.min_order
     inside = _total(b for b in early.get_outputs() if not b.get_mutations() and not uses(b))  # what is then never made
     there = [b for b in ended(late, early) if b.defining_op.min_order < early.min_order]
-    read = {dep.name for dep in late.read_writes.reads} - early.get_buffer_names()
-    sooner = [b for name in read if (b := scheduler.name_to_buf.get(name)) and b.defining_op.min_order > early.max_order]
-    at_early = _total(made(late)) + _total(sooner) - _total(there) - inside
+    at_early = _total(made(late)) - _total(there) - inside
     if any(when < bound for buffer in early.get_outputs() for when in uses(buffer)):
         return at_early
     bound = early.max_order + 1
