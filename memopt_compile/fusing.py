@@ -13,11 +13,13 @@ This is a model, for plans; the peak that is predicted comes of Inductor's own c
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from .compat.trace import hinted
 from .liveness import Lifetimes, lifetimes
 from .ordering import fuses
 from .step_graph import Phase, StepGraph, aliased_args, storage_roots
@@ -64,7 +66,9 @@ def _joins(node: fx.Node) -> bool:
 
 def _geometry(node: fx.Node) -> tuple:
     """Of contiguous values any shape will do."""
-    value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return ()
-    return value.dtype, value.numel(), () if value.is_contiguous() else value.stride()
+    shape, stride = (tuple(map(hinted, each)) for each in (value.shape, value.stride()))
+    dense = torch.empty_strided(shape, stride, device="meta").is_contiguous()
+    return value.dtype, math.prod(shape), () if dense else stride
