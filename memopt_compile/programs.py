@@ -123,7 +123,7 @@ def _nearest(limit: int, captured: StepGraph, record: Compilation) -> Program:
         return program
     floor, rung = min(after.peak_bytes for _, _, after, _ in tried.values()), _rung(record)
     log.info("%s: %s is the smallest peak so far, looking for less", record.where, format_bytes(least))
-    planned = _down(least, record) + ABOVE * rung
+    planned = _down(max(least, floor), record) + ABOVE * rung  # copies to take a step back count in schedules alone
     step = rung * max(1, -(-(planned - floor) // (NEARER * rung)))
     while planned > floor and least > limit:
         if planned not in tried:

@@ -140,10 +140,8 @@ class Roofline:
 def in_one_loop(seconds: Callable[[fx.Node], float], loop: Sequence[fx.Node], device: torch.device) -> float:
     """What these operators take together, if they are one loop: by the roofline's share of what they take apart."""
     apart = sum(map(seconds, loop))
-    if len(loop) == 1 or not apart:
-        return apart
     by = roofline(device)
-    return apart * by.of_loop(loop) / sum(map(by, loop))
+    return apart and apart * by.of_loop(loop) / sum(map(by, loop))
 
 
 def roofline(device: torch.device | str) -> Roofline:
