@@ -164,8 +164,8 @@ def _made_when_needed() -> contextlib.AbstractContextManager:
 
 
 def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> float:
-    """Bytes that are held, over what lies between two loops, if they become one: at the place of the earlier, or,
-    if nothing needs that one before, of the later."""
+    """Bytes that are held, over what lies between two loops, if they become one: at the place of the earlier, for
+    whose first reader the later's operands then come sooner, or, if nothing needs that one before, of the later."""
     early, late = sorted((first, second), key=lambda node: node.min_order)
     if late.min_order - early.max_order < 2:
         return 0
@@ -179,21 +179,26 @@ def _held_bytes(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSche
     def made(node: BaseSchedulerNode) -> list[SchedulerBuffer]:
         return [b for b in node.get_outputs() if not b.get_mutations() and uses(b)]
 
-    def ended(node: BaseSchedulerNode, other: BaseSchedulerNode) -> list[SchedulerBuffer]:
-        """What is read by `node`, not by the other, and by nothing from the later one on."""
-        there = {dep.name for dep in other.read_writes.reads}
-        read = {dep.name for dep in node.read_writes.reads} - there
-        return [b for name in read if (b := scheduler.name_to_buf.get(name)) and b.defining_op_name() not in both
-                and all(when < bound for when in uses(b))]
+    def read(node: BaseSchedulerNode) -> set[str]:
+        """Buffers of the graph, not of the caller."""
+        return {dep.name for dep in node.read_writes.reads} & scheduler.name_to_buf.keys()
 
-    bound = late.min_order
+    def ended(names: set[str], bound: float) -> list[SchedulerBuffer]:
+        """Those of `names` that others made and that nothing else reads from `bound` on."""
+        return [b for b in map(scheduler.name_to_buf.get, names)
+                if b.defining_op_name() not in both and all(when < bound for when in uses(b))]
+
+    by_early, by_late = read(early), read(late)
     inside = _total(b for b in early.get_outputs() if not b.get_mutations() and not uses(b))  # what is then never made
-    there = [b for b in ended(late, early) if b.defining_op.min_order < early.min_order]
+    there = [b for b in ended(by_late - by_early, late.min_order) if b.defining_op.min_order < early.min_order]
     at_early = _total(made(late)) - _total(there) - inside
-    if any(when < bound for buffer in early.get_outputs() for when in uses(buffer)):
-        return at_early
-    bound = early.max_order + 1
-    return min(at_early, _total(ended(early, late)) - _total(made(early)) - inside)
+    needed = min((when for buffer in early.get_outputs() for when in uses(buffer)), default=math.inf)
+    if needed < late.min_order:
+        operands = [scheduler.name_to_buf[name] for name in by_late]
+        shared = _total(b for b in operands if b.get_name() in by_early)
+        sooner = _total(b for b in operands if b.defining_op.min_order > needed)
+        return at_early + (sooner if shared > _given_bytes() / SMALL else 0)
+    return min(at_early, _total(ended(by_early - by_late, early.max_order + 1)) - _total(made(early)) - inside)
 
 
 def _total(buffers: Iterable[SchedulerBuffer]) -> float:

@@ -237,6 +237,19 @@ def test_a_loop_is_not_joined_with_a_later_one_that_reads_its_result():
     assert with_rule < 0.8 * without
 
 
+def test_a_product_is_not_made_sooner_for_a_loop_with_another_operand_in_common():
+    """An attention's chances, what dropout makes of them for one gradient, and the other gradient: all three would be there."""
+    def attention(q: Tensor, k: Tensor, kept: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        chances = (q @ k).softmax(-1)
+        of_v = (chances * kept).t() @ dy
+        gradient = (dy @ v) * kept
+        return of_v.sin(), (chances * (gradient - (gradient * chances).sum(-1, keepdim=True))) @ q
+
+    given = (torch.randn(size) for size in ((96, 4), (4, 96), (96, 96), (4, 96), (96, 4)))
+    _, with_rule = peaks_by_rule("_made_when_needed", attention, *given)
+    assert with_rule < 3.3 * 96 * 96 * 4
+
+
 def test_what_is_computed_again_is_not_made_in_forward():
     """It reads what forward's loop reads, is needed two matrix products later, and is as large as its operand."""
     def step(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
