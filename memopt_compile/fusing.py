@@ -13,6 +13,7 @@ This is a model, for plans; the peak that is predicted comes of Inductor's own c
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -70,5 +71,9 @@ def _geometry(node: fx.Node) -> tuple:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return ()
     shape, stride = (tuple(map(hinted, each)) for each in (value.shape, value.stride()))
-    dense = torch.empty_strided(shape, stride, device="meta").is_contiguous()
-    return value.dtype, math.prod(shape), () if dense else stride
+    return value.dtype, math.prod(shape), () if _is_dense(shape, stride) else stride
+
+
+@functools.cache  # a fake tensor takes long to make
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
