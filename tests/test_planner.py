@@ -112,6 +112,27 @@ def test_where_no_plan_is_as_fast_none_is_looked_for_any_further():
         assert planner._cheapest(found, limit, together, 0.9 * plan.seconds) is None
 
 
+@pytest.mark.parametrize("seconds, gap, asked, taken", [
+    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.015, [100], 1.0),  # near enough
+    ({100: 1.0, 99: 0.9}, 0.2, [100, 99, 98], 0.9),
+    ({100: 1.0, 98: 0.8}, 0.2, [100, 99], 1.0),  # a plan for a little less is not faster
+    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, [100, 99, 98, 97], 0.7),
+    ({100: 1.0, 99: 0.81, 98: 0.7}, 0.2, [100, 99], 0.81),  # 0.8 is proved
+    ({}, 0.2, [100], None),
+])
+def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, gap, asked, taken):
+    limits = []
+
+    def found(_, limit, groups, at_most):
+        limits.append(limit)
+        return planner.Solution(frozenset(), limit, seconds[limit], gap) if seconds.get(limit, 9) <= at_most else None
+
+    with mock.patch.object(planner, "_cheapest", found):
+        plan = planner._also_below(None, 100, (), 1.0)
+    assert limits == asked and (plan and plan.seconds) == taken
+    assert plan is None or plan.gap == pytest.approx(1 - (1 - gap) / taken)
+
+
 def exhaustive(found, limit, able):
     """The least seconds of any choice that fits, trying every one."""
     fits = [found.cost(again) for size in range(len(able) + 1)

@@ -12,7 +12,8 @@ that can run again and, where nothing near what is proved was found, that with t
 (`by_moments`); and positions are held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that
 leaves the plan as it is. Large programs are spared the last two where bursts are so much above the limit that each plan has
 others (`FUTILE`). None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it
-ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`. What comes out fits by simulation, not by the model.
+ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`; one that is still `FAR_OFF` gives way to a faster one
+for a little less. What comes out fits by simulation, not by the model.
 
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
@@ -45,6 +46,8 @@ WORK = 40000  # rows of all programs that were solved for a limit, after which o
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
+FAR_OFF = 2 * GAP
+BELOW = (0.01, 0.02, 0.03)  # of the limit, by which a plan that is not as far off may need less
 FUTILE = 0.1  # of the limit: where bursts are so much above it each plan has others
 LITTLE = WORK / 4  # by which such plans are looked for nonetheless
 COARSE = 0.1  # the gap for a first look
@@ -79,7 +82,21 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
         plan = _known(asked, problem, groups, lambda: None)  # what was found without a bound; or nothing is, or it is too slow
         return plan if plan and plan.seconds <= at_most else None
     return _known(("cheapest", limit_bytes, at_most), problem, groups,
-                  lambda: _cheapest(problem, limit_bytes, groups, at_most))
+                  lambda: _also_below(problem, limit_bytes, groups, at_most))
+
+
+def _also_below(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
+    """What is found for the limit or, as long as that is `FAR_OFF` what is proved, for a little less if it is faster: where bursts
+    overflow it is luck what is found, and a smaller budget had the faster step."""
+    plan = _cheapest(problem, limit, groups, at_most)
+    for less in BELOW:
+        if plan is None or plan.gap <= FAR_OFF:
+            break
+        faster = _cheapest(problem, int(limit * (1 - less)), groups, plan.seconds * (1 - GAP))
+        if faster is None:
+            break
+        plan = replace(faster, gap=_gap(faster.seconds, plan.seconds * (1 - plan.gap)))
+    return plan
 
 
 def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
@@ -103,7 +120,7 @@ def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: floa
     if fine and fine.peak_bytes <= limit:
         if search.gap > GAP and rough.peak_bytes > limit:
             model.rule_out(slack, limit, search.best.again, search.best.packed)
-            search.nearest(model, slack, GAP, nodes=more)
+            search.nearest(model, slack, GAP, 1, nodes=more)
     elif fine and (fine.peak_bytes <= limit * (1 + FUTILE) or search.work < LITTLE):
         search.by_moments(fine)
         if search.gap > GAP:
