@@ -109,19 +109,17 @@ def peaks(run: Callable, given: Iterable[tuple], resident: Any) -> list[int]:
     """Measured peak bytes of a call with each of `given`.
 
     Whoever of gloo's thread and ours lets go of a buffer last frees it, and what another thread frees is not
-    measured. So each wait begins when gloo is done, as a rule: later from call to call, for a machine under load.
+    measured. So each wait begins when gloo is done, as a rule.
     """
-    call, measured = OpOverload.__call__, []
-    for patience, batch in enumerate(given):
+    call = OpOverload.__call__
 
-        def patient(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-            if operator is torch.ops._c10d_functional.wait_tensor.default:
-                time.sleep(0.01 * 3**patience)  # noqa: B023
-            return call(operator, *args, **kwargs)
+    def patient(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        if operator is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(0.01)
+        return call(operator, *args, **kwargs)
 
-        with mock.patch.object(OpOverload, "__call__", patient):
-            measured.append(memopt.measure(run, *batch, resident=resident).peak_bytes)
-    return measured
+    with mock.patch.object(OpOverload, "__call__", patient):
+        return [memopt.measure(run, *batch, resident=resident).peak_bytes for batch in given]
 
 
 def trained(rank: int, ranks: int, stage: int, kind: Callable, dtype: torch.dtype = torch.float32,

@@ -62,7 +62,7 @@ UNEVEN = partial(low, 10, 2048)  # groups of other elements than in one process
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: cases.trained(rank, ranks, stage, kind, DOUBLE, optimizer, measured=3 * (name == "momentum"), **how)
+        name: cases.trained(rank, ranks, stage, kind, DOUBLE, optimizer, measured=12 * (name == "momentum"), **how)
         for name, (kind, stage, optimizer, how) in KINDS.items()}
     found["uneven"] = cases.trained(rank, ranks, 3, UNEVEN, DOUBLE, adamw)
     mesh = init_device_mesh("cpu", (ranks,))

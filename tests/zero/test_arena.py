@@ -26,17 +26,17 @@ def of_two(rank, ranks):
     with mock.patch.object(pipelines, "PlaceInArena", partial(PlaceInArena, rise=9.0)):  # for everything
         found = of_all(rank, ranks)
     # By its own judgement, which may differ between ranks: they have other rows.
-    return found | {"default": cases.trained(rank, ranks, 3, cases.Uneven, arena=True, measured=4)}
+    return found | {"default": cases.trained(rank, ranks, 3, cases.Uneven, arena=True, measured=10)}
 
 
 def of_all(rank, ranks):
     found = {"without": cases.trained(rank, ranks, 0, cases.Uneven), "shared": shared_by(ranks),
              "budget": cases.trained(rank, ranks, 3, cases.Uneven, budget="1GiB", arena=True)}
     for stage in STAGES:
-        found[stage] = cases.trained(rank, ranks, stage, cases.Uneven, arena=True, measured=4)
+        found[stage] = cases.trained(rank, ranks, stage, cases.Uneven, arena=True, measured=10)
     for arena in (False, True):  # gradients of two micro-batches, all of them there until their norm is known
         found["clipped", arena] = cases.trained(rank, ranks, 2, cases.even, optimizer=cases.adamw, micro=2,
-                                                clip=0.5, arena=arena, measured=4 * arena)
+                                                clip=0.5, arena=arena, measured=10 * arena)
     return found
 
 

@@ -25,7 +25,7 @@ def both(rank, ranks):
              for lowering in ("inductor", "eager")}
     with mock.patch.object(pipelines, "PlaceInArena", partial(PlaceInArena, rise=9.0)):  # for everything
         return found | {"arena": cases.trained(rank, ranks, 3, small, torch.float64, lowering="inductor", arena=True,
-                                               measured=4)}
+                                               measured=10)}
 
 
 @pytest.mark.inductor

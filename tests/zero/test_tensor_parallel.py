@@ -72,7 +72,7 @@ def trained(mesh, layers=5, classes=8, lowering="eager", dtype=torch.float64, **
             "choices": {d.name: d.choice for d in plan.decisions} if plan else {}, "plan": str(plan),
             "calls": [op_name(n) for n in record.step.computing() if is_collective(n)],
             "text": record.step.text(),
-            "measured": cases.peaks(run, [(x, y)] * 4, (model, opt))}
+            "measured": cases.peaks(run, [(x, y)] * 5, (model, opt))}
 
 
 def refused(call):
