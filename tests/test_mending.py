@@ -147,7 +147,8 @@ def test_the_planner_mends_what_no_position_explains():
 def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_proved(share):
     found = asked()
     limit, together = int(share * max(found.live)), groups(found)
-    to_its_end = planner.cheapest(found, limit, together)
+    with mock.patch.object(planner, "BELOW", ()), mock.patch.object(planner, "_found", {}):
+        to_its_end = planner.cheapest(found, limit, together)
     with mock.patch.object(planner, "WORK", 0), mock.patch.object(planner, "_found", {}):
         plan = planner.cheapest(found, limit, together)
     assert plan.peak_bytes == simulate(found, plan.again, plan.packed).peak_bytes <= limit
@@ -187,9 +188,9 @@ def test_moments_in_a_burst_have_rows():
     found = asked()
     limit, together = int(0.46 * max(found.live)), groups(found)
     with mock.patch.object(planner, "FUTILE", -1.0), mock.patch.object(planner, "LITTLE", 0):
-        plan = planner._cheapest(found, limit, together, math.inf)
+        plan = planner._cheapest(planner._Search(found, limit, together, math.inf))
     assert planner.GAP < plan.gap
-    faster = planner._cheapest(found, limit, together, math.inf)
+    faster = planner._cheapest(planner._Search(found, limit, together, math.inf))
     assert faster.seconds < 0.96 * plan.seconds
     assert faster.peak_bytes == simulate(found, faster.again, faster.packed).peak_bytes <= limit
     proved = [each.seconds * (1 - each.gap) for each in (faster, plan)]
@@ -202,7 +203,7 @@ def test_a_search_that_ended_at_its_nodes_goes_on(share):
     found = asked()
     with (mock.patch.object(planner, "GAP", -1.0), mock.patch.object(planner._Search, "by_moments") as moments,
           mock.patch.object(planner.Program, "solve", autospec=True, side_effect=planner.Program.solve) as solved):
-        planner._cheapest(found, int(share * max(found.live)), groups(found), math.inf)
+        planner._cheapest(planner._Search(found, int(share * max(found.live)), groups(found), math.inf))
     assert solved.call_args.args[-1] > planner.NODES and not moments.called
 
 

@@ -109,23 +109,25 @@ def test_where_no_plan_is_as_fast_none_is_looked_for_any_further():
     limit, together = int(0.7 * max(found.live)), groups(found)
     plan = planner.cheapest(found, limit, together)
     with mock.patch.object(planner, "smallest", side_effect=AssertionError):
-        assert planner._cheapest(found, limit, together, 0.9 * plan.seconds) is None
+        assert planner._cheapest(planner._Search(found, limit, together, 0.9 * plan.seconds)) is None
 
 
-@pytest.mark.parametrize("seconds, gap, asked, taken", [
-    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.015, [100], 1.0),  # near enough
-    ({100: 1.0, 99: 0.9}, 0.2, [100, 99, 98], 0.9),
-    ({100: 1.0, 98: 0.8}, 0.2, [100, 99], 1.0),  # a plan for a little less is not faster
-    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, [100, 99, 98, 97], 0.7),
-    ({100: 1.0, 99: 0.81, 98: 0.7}, 0.2, [100, 99], 0.81),  # 0.8 is proved
-    ({}, 0.2, [100], None),
+@pytest.mark.parametrize("seconds, gap, work, asked, taken", [
+    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.015, 1, [100], 1.0),  # near enough
+    ({100: 1.0, 98: 0.8}, 0.2, 1, [100, 99], 1.0),  # a plan for a little less is not faster
+    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, 1, [100, 99, 98, 97], 0.7),
+    ({100: 1.0, 99: 0.81, 98: 0.7}, 0.2, 1, [100, 99], 0.81),  # 0.8 is proved
+    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.4, 1.5 * planner.WORK, [100, 99], 0.9),
+    ({}, 0.2, 1, [100], None),
 ])
-def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, gap, asked, taken):
+def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, gap, work, asked, taken):
     limits = []
 
-    def found(_, limit, groups, at_most):
-        limits.append(limit)
-        return planner.Solution(frozenset(), limit, seconds[limit], gap) if seconds.get(limit, 9) <= at_most else None
+    def found(search):
+        limits.append(search.limit)
+        search.work = work
+        plan = planner.Solution(frozenset(), search.limit, seconds.get(search.limit, 9), gap)
+        return plan if plan.seconds <= search.at_most else None
 
     with mock.patch.object(planner, "_cheapest", found):
         plan = planner._also_below(None, 100, (), 1.0)

@@ -86,23 +86,24 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
 
 
 def _also_below(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
-    """What is found for the limit or, as long as that is `FAR_OFF` what is proved, for a little less if it is faster: where bursts
-    overflow it is luck what is found, and a smaller budget had the faster step."""
-    plan = _cheapest(problem, limit, groups, at_most)
+    """What is found for the limit or, as long as that is `FAR_OFF` what is proved and there was not much `WORK`, for a little less if
+    it is faster: where bursts overflow it is luck what is found, and a smaller budget had the faster step."""
+    search = _Search(problem, limit, groups, at_most)
+    plan, work = _cheapest(search), search.work
     for less in BELOW:
-        if plan is None or plan.gap <= FAR_OFF:
+        if plan is None or plan.gap <= FAR_OFF or work > 2 * WORK:
             break
-        faster = _cheapest(problem, int(limit * (1 - less)), groups, plan.seconds * (1 - GAP))
-        if faster is None:
+        search = _Search(problem, int(limit * (1 - less)), groups, plan.seconds * (1 - GAP))
+        if (faster := _cheapest(search)) is None:
             break
-        plan = replace(faster, gap=_gap(faster.seconds, plan.seconds * (1 - plan.gap)))
+        plan, work = replace(faster, gap=_gap(faster.seconds, plan.seconds * (1 - plan.gap))), work + search.work
     return plan
 
 
-def _cheapest(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
+def _cheapest(search: _Search) -> Solution | None:
     """In this order: a coarse solution, which says which positions are missing; a fine one; where that fits, more of the search
     tree, and where it overflows in bursts, rows for their moments and positions held to less."""
-    search = _Search(problem, limit, groups, at_most)
+    problem, limit, groups, at_most = search.problem, search.limit, search.groups, search.at_most
     model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
     rough = search.nearest(model, slack, COARSE, 1)
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
