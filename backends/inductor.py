@@ -119,29 +119,41 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
     values = [n.meta["val"] for n in step.placeholders]
     given = {name: given_away(part.graph) for name, part in distinct.items()}
 
-    def peak() -> _Peak:
-        return max(_dry_peak(text, objects, made.dry_calls(branch), values, given) for branch in made.branches)
+    def peaks(*names: str) -> dict[str, int]:
+        """Bytes in each piece, of those not in `names` with nothing but their results."""
+        runs = [_dry_peaks(text, objects, made.dry_calls(branch, names), values, given) for branch in made.branches(names)]
+        return {name: max(run[name] for run in runs) for name in runs[0]}
 
-    def fits() -> bool:
-        while within is not None and (highest := peak()).bytes > within:
-            if not made.reorder(highest.piece):
+    highest = {} if within is None else peaks()  # of what is lowered so far
+
+    def fits(*lowered: str) -> bool:
+        """Whether the program does, now that these are. What a piece has beside its results is alive in it alone, so that the
+        others need not be run for that."""
+        for name in lowered:
+            highest[name] = peaks(name)[name]
+        while within is not None and max(highest.values()) > within:
+            worst = max(highest, key=highest.__getitem__)
+            if not (worst and made.reorder(worst)):
                 return False
+            highest[worst] = peaks(worst)[worst]
         return True
 
     def program() -> Lowered:
-        for name in distinct:
+        missing = [name for name in distinct if name not in made.bound]
+        for name in missing:
             made.lower(name)
-        fits()
+        if within is not None:
+            fits(*missing)
         run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
-        return Lowered(run, text, tuple(called), tuple(made.new), lambda: peak().bytes, made.finish)
+        return Lowered(run, text, tuple(called), tuple(made.new), lambda: max(peaks(*distinct).values()), made.finish)
 
     if within is not None:
         if not fits():  # what is handed from piece to piece is too much
-            return TooLarge(peak().bytes, program)
+            return TooLarge(max(highest.values()), program)
         for name in _by_live_bytes(step, called, parts):
             made.lower(name)
-            if not fits():
-                return TooLarge(peak().bytes, program)
+            if not fits(name):
+                return TooLarge(max(highest.values()), program)
             if not later:
                 made.bound[name].kernels.begin()
     lowered = program()
@@ -265,26 +277,23 @@ def _load(text: str, objects: dict[str, Any]) -> Callable[[list], tuple]:
 # ------------------------------------------------------------------------ predicted peak
 
 
-class _Peak(NamedTuple):
-    bytes: int
-    piece: str  # the one that ran
+def _dry_peaks(text: str, objects: dict[str, Any], calls: dict[str, Callable], values: list[Any],
+               given_away: dict[str, list[int]]) -> dict[str, int]:
+    """The most bytes that a run of the program on fake tensors of these sizes has allocated, in each piece, by name, and
+    between pieces ("")."""
+    peaks = dict.fromkeys([*calls, ""], 0)  # of pieces first, which `max` is to find
 
-
-def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], values: list[Any],
-              given_away: dict[str, list[int]]) -> _Peak:
-    """The most bytes that a run of the program on fake tensors of these sizes has allocated."""
-    highest = _Peak(0, "")
+    def note(name: str) -> None:
+        peaks[name] = max(peaks[name], seen.peak_bytes)
+        seen.peak_bytes = seen.live_bytes
 
     def noting(name: str) -> Callable:
         def run(given: list) -> Any:
-            nonlocal highest
+            note("")
             for place in given_away[name]:
                 owners.give(given[place])
-            # A view, of what was written over say, holds what it is of; Inductor's own do not.
-            results = [r.detach() if isinstance(r, Tensor) else r for r in calls[name](given)]
-            owners.add(results)
-            if seen.peak_bytes > highest.bytes:
-                highest = _Peak(seen.peak_bytes, name)
+            owners.add(results := calls[name](given))
+            note(name)
             return results
 
         return run
@@ -295,4 +304,5 @@ def _dry_peak(text: str, objects: dict[str, Any], calls: dict[str, Callable], va
         run = _load(text, {**objects, **{name: noting(name) for name in calls}})
         with watch(inputs) as seen:
             run(list(inputs))
-    return highest._replace(bytes=seen.peak_bytes)
+    note("")
+    return peaks

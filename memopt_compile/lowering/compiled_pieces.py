@@ -9,7 +9,9 @@ for longer. Which of the two needs less differs from piece to piece, and only In
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,7 @@ class Pieces:
     def __init__(self, parts: Mapping[str, Piece], on_cpu: bool, begin: bool) -> None:
         self.parts, self.on_cpu, self.at_once = parts, on_cpu, begin
         self.bound: dict[str, Compiled] = {}
+        self.results = {name: _making(_results_of(part)) for name, part in parts.items()}  # as the last dry run had them
         self.new: list[str] = []
         self._stored: set[str] = set()
         self._reordered: set[str] = set()
@@ -78,14 +81,27 @@ class Pieces:
             self.bound[name] = other
         return fewer
 
-    def dry_calls(self, branch: bool) -> dict[str, Callable[[list], Any]]:
-        """What stands for each piece in a dry run. One that is not lowered yet has made nothing but its results."""
-        return {name: dry_run.dry_call(self.bound[name].source, branch) if name in self.bound else _results_of(part)
-                for name, part in self.parts.items()}
+    def dry_calls(self, branch: bool, names: Collection[str]) -> dict[str, Callable[[list], Any]]:
+        """What stands for each piece in a dry run: for those of these `names` that are lowered all that they allocate, for
+        others nothing but their results."""
+        return {name: self._noted(name, branch) if name in names and name in self.bound else results
+                for name, results in self.results.items()}
 
-    @property
-    def branches(self) -> set[bool]:
-        return {branch for each in self.bound.values() for branch in dry_run.branches(each.source)} or {True}
+    def branches(self, names: Iterable[str]) -> set[bool]:
+        return {b for name in names if name in self.bound for b in dry_run.branches(self.bound[name].source)} or {True}
+
+    def _noted(self, name: str, branch: bool) -> Callable[[list], list]:
+        call = dry_run.dry_call(self.bound[name].source, branch)
+
+        def run(given: list) -> list:
+            storages = [(weakref.ref(value.untyped_storage()), i) for i, value in enumerate(given) if isinstance(value, Tensor)]
+            # A view, of what was written over say, holds what it is of; Inductor's own do not.
+            results = [r.detach() if isinstance(r, Tensor) else r for r in call(given)]
+            alive = {storage()._cdata: i for storage, i in storages if storage() is not None}
+            self.results[name] = _making(_as_made(results, alive))
+            return results
+
+        return run
 
     def finish(self) -> None:
         try:
@@ -118,12 +134,62 @@ class Pieces:
         return compiled
 
 
-def _results_of(part: Piece) -> Callable[[list], list]:
-    results = part.graph.output_node().args[0]
+@dataclass(frozen=True)
+class _Result:
+    """A tensor that a piece gives."""
+
+    layout: tuple[Any, Any]  # size, stride
+    dtype: torch.dtype
+    device: torch.device
+    # Where it is not all of a storage of its own: the place of the input whose storage it is in or, below 0, the number of one
+    # that others may be in too; the bytes of that; and its offset.
+    within: tuple[int, int, int] | None = None
+
+    def made(self, storages: dict[int, Tensor]) -> Tensor:
+        if self.within is None:
+            return torch.empty_strided(*self.layout, dtype=self.dtype, device=self.device)
+        place, nbytes, offset = self.within
+        if place not in storages:
+            storages[place] = torch.empty(nbytes, dtype=torch.uint8, device=self.device).view(self.dtype)
+        return torch.as_strided(storages[place], *self.layout, offset).detach()
+
+
+def _results_of(part: Piece) -> list[Any]:
+    """As the graph has them, each in a storage of its own."""
+    def result(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _Result(tuple(tuple(map(_number, each)) for each in (value.shape, value.stride())), value.dtype, value.device)
+
+    return [result(n.meta["val"]) if isinstance(n, fx.Node) else n for n in part.graph.output_node().args[0]]
+
+
+def _as_made(results: list, places: Mapping[int, int]) -> list[Any]:
+    """As a dry run had them, where its inputs' storages that are still alive have these `places`."""
+    number: dict[int, int] = {}
+    storages = Counter(value.untyped_storage()._cdata for value in results if isinstance(value, Tensor))
+
+    def result(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage, nbytes = value.untyped_storage()._cdata, value.untyped_storage().nbytes()
+        exact = value.itemsize * (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))) if value.numel() else 0
+        place = places[storage] if storage in places else number.setdefault(storage, -1 - len(number))
+        own = place < 0 and storages[storage] == 1 and nbytes == exact
+        return _Result((value.shape, value.stride()), value.dtype, value.device,
+                       None if own else (place, nbytes, value.storage_offset()))
+
+    return [result(value) for value in results]
+
+
+def _making(results: list[Any]) -> Callable[[list], list]:
+    """What frees its inputs and makes these and nothing else."""
+    within = {r.within[0] for r in results if isinstance(r, _Result) and r.within and r.within[0] >= 0}
 
     def run(given: list) -> list:
+        storages = {place: given[place] for place in within}
         given.clear()
-        return [stand_in(n.meta["val"]) if isinstance(n, fx.Node) else n for n in results]
+        return [r.made(storages) if isinstance(r, _Result) else r for r in results]
 
     return run
 

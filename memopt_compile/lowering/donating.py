@@ -14,6 +14,7 @@ Memory: of what is written in place, one is alive. Numbers: the same operators o
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,16 +56,16 @@ class Owners:
     """Results of the pieces in a dry run of their program, and its inputs."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self.alive: list[weakref.ref] = []
+        self.of: defaultdict[int, list[weakref.ref]] = defaultdict(list)  # by storage, some of them gone
         self.add(values)
 
     def add(self, values: Iterable[Any]) -> None:
-        self.alive += [weakref.ref(value) for value in values if isinstance(value, Tensor)]
+        for value in values:
+            if isinstance(value, Tensor):
+                self.of[value.untyped_storage()._cdata].append(weakref.ref(value))
 
     def give(self, value: Tensor) -> None:
         """Raises MemoptError if another value that is alive has the storage of `value`."""
-        self.alive = [each for each in self.alive if each() is not None]
-        place = value.untyped_storage()._cdata
-        if any(other is not value and other.untyped_storage()._cdata == place for other in (e() for e in self.alive)):
+        if any(other is not None and other is not value for other in (e() for e in self.of[value.untyped_storage()._cdata])):
             raise MemoptError("a value that a piece may write into shares its bytes with another", where="lowering='inductor'",
                               do="report it with the folder that options={'dump': ...} writes; options={'pieces': False} does without")

@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt_compile.backends import inductor
+from memopt_compile.compat import dry_run
 from memopt_compile.errors import MemoptError
+from memopt_compile.lowering.compiled_pieces import Compiled, Pieces
 from memopt_compile.lowering.donating import Owners, donating, given_away
 from memopt_compile.lowering.pieces import pieces
 from memopt_compile.measure import measure
@@ -79,12 +81,27 @@ def test_shared_bytes_are_refused():
     owners.give(value)
 
 
-def test_what_was_written_over_is_not_held_by_what_is_there_now():
-    """The result of a piece is a view of its operand in a dry run, where another shape is written over it."""
-    def piece(given):
-        return [torch.as_strided(given.pop(), (2, 2), (2, 1))]
+TEXT = "\n".join((
+    "def run(inputs):", "    [a] = make([])", "    given = [a]", "    del a", "    [b, *c] = piece(given)",
+    "    given = [b]", "    del b", "    [d, *e] = piece(given)", "    return (c, d, e)"))
 
-    lines = ("def run(inputs):", "    [a] = make([])", "    given = [a]", "    del a", "    [b] = piece(given)",
-             "    given = [b]", "    del b", "    [c] = piece(given)", "    return (c,)")
-    calls = {"make": lambda given: [torch.empty(4)], "piece": piece}
-    assert inductor._dry_peak("\n".join(lines), {}, calls, [], {"make": [], "piece": [0]}).bytes == 16
+
+@pytest.mark.parametrize("more, piece_bytes, between_bytes", [
+    (lambda: [], 16, 16),
+    (lambda: [3, *torch.empty(8).split(4)], 80, 80),  # two halves of one storage
+    (lambda: [torch.empty(16)[2:6]], 144, 144),  # a part of a larger one
+])
+def test_results_are_in_the_storages_that_a_piece_has_them_in(monkeypatch, more, piece_bytes, between_bytes):
+    """The first is a view of the operand in a dry run, where another shape is written over it: that holds it no longer."""
+    def piece(given):
+        (first,) = given
+        given.clear()
+        return [torch.as_strided(first, (2, 2), (2, 1)), *more()]
+
+    monkeypatch.setattr(dry_run, "dry_call", lambda source, branch: piece)
+    made = Pieces({}, on_cpu=True, begin=False)
+    made.bound["piece"] = Compiled(None, "", None)
+    for call in (made._noted("piece", True), lambda given: made.results["piece"](given)):
+        calls = {"make": lambda given: [torch.empty(4)], "piece": call}
+        assert inductor._dry_peaks(TEXT, {}, calls, [], {"make": [], "piece": [0]}) == {
+            "": between_bytes, "make": 16, "piece": piece_bytes}
