@@ -156,11 +156,13 @@ class Program:
             return self.last.plan
         integral = np.zeros(len(cost))
         integral[:self.peak] = 1
+        tree = PEAK_NODES if limit is None else nodes
         with silent():
             found = milp(cost, integrality=integral, bounds=Bounds(least, most), constraints=LinearConstraint(rows, lb=low),
-                         options={"mip_rel_gap": gap, "node_limit": PEAK_NODES if limit is None else nodes, "time_limit": SECONDS})
-        self.work += len(low) * (1 + (found.mip_node_count or 0) / NODES)
+                         options={"mip_rel_gap": gap, "node_limit": tree, "time_limit": SECONDS})
         self.infeasible = found.status == INFEASIBLE
+        searched = 0 if self.infeasible else tree if found.x is None else found.mip_node_count or 0  # told with a solution
+        self.work += len(low) * (1 + searched / NODES)
         if found.x is None:
             return None
         chosen = {i for i in range(self.peak) if found.x[i] > 0.5}
