@@ -31,6 +31,7 @@ from . import (
     old_gradients,
     pipelines,
     programs,
+    progress,
     replaced,
     second_derivative,
     unused_outputs,
@@ -71,7 +72,8 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *,
             raise OptionError("mode is Inductor's", where=f"mode={mode!r}",
                               do="leave it out: memopt's settings are in options={...}")
         numbers = read_later.made_of_given(gm)
-        run = _compile(gm, example_inputs, opts)
+        with progress.stage(capture.notes().where):
+            run = _compile(gm, example_inputs, opts)
         return read_later.with_numbers(run, numbers) if numbers else run
     except MemoptError as error:
         return _raiser(error)

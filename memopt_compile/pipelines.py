@@ -53,6 +53,7 @@ from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
 from .planning.planner import GAP
 from .planning.rematerialization import Means
+from .progress import stage
 from .step_graph import Role, StepGraph, mutated_args, storage_roots
 from .step_pass import PassRecord, StepPass
 
@@ -169,18 +170,9 @@ Observer = Callable[[str, StepGraph], None]
 Heads = dict[tuple[StepPass, ...], tuple[StepGraph, tuple["PassRecord", ...]]]
 
 
-def rewritten(
-    step: StepGraph,
-    options: Options,
-    lowering: str,
-    workspace: Workspace,
-    limit_bytes: int | None = None,
-    device: torch.device | None = None,
-    observe: Observer | None = None,
-    formats: Mapping[str, str] = NO_FORMATS,
-    heads: Heads | None = None,
-    free: bool | None = None,
-) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+def rewritten(step: StepGraph, options: Options, lowering: str, workspace: Workspace, limit_bytes: int | None = None,
+              device: torch.device | None = None, observe: Observer | None = None, formats: Mapping[str, str] = NO_FORMATS,
+              heads: Heads | None = None, free: bool | None = None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
     Where nothing fits, it is planned in other ways, and the smallest peak is taken:
@@ -316,7 +308,8 @@ def run(step: StepGraph, passes: Sequence[StepPass], costs: Any = None, workspac
     records, peak, counts = [], timeline(step, workspace).transient_peak_bytes, step.op_counts()
     with _collector_paused():
         for each in passes:
-            record, counts = _run_one(step, each, costs, workspace, peak, counts)
+            with stage(each.name):
+                record, counts = _run_one(step, each, costs, workspace, peak, counts)
             records.append(record)
             peak = record.peak_after
             if observe is not None:

@@ -35,6 +35,7 @@ from .options import format_bytes
 from .passes.chunk_logits import ChunkLogits
 from .passes.rematerialize_free import RematerializeFree
 from .planning.adaptation import Adaptive, Program, Watch
+from .progress import stage
 from .records import Compilation, captured_only, nothing_runs
 from .reporting.render import alive_at_peak
 from .shadow import shadowed
@@ -78,7 +79,8 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
         program = _nearest(limit, step, record)
     record.dump()
     if limit is not None and program.peak_bytes > limit:
-        raise _refusal(step, record)
+        with stage("over the budget, looking for what would fit"):
+            raise _refusal(step, record)
     if record.device.type == "cpu" and not nothing_runs():
         devices.keep_freed_bytes(record.predicted_peak_bytes - record.after.resident_bytes)
     program, plan = _measured(program, record), record.step.plan
@@ -206,8 +208,9 @@ def _whole_of(lowered: Callable | inductor.TooLarge) -> Any:
 def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[str, str]) -> int:
     """Bytes that the schedule of `captured` needs if nothing is done for a budget."""
     workspace = workspace_of(captured, record.lowering)
-    step, _ = pipelines.rewritten(captured, record.options, record.lowering, workspace, pipelines.ANY, record.device,
-                                  None, formats, record.heads)
+    with stage("planning"):
+        step, _ = pipelines.rewritten(captured, record.options, record.lowering, workspace, pipelines.ANY, record.device,
+                                      None, formats, record.heads)
     return timeline(step, workspace).peak_bytes
 
 
@@ -221,8 +224,9 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
         if record.options.adapt:
             watch.observe(name, step)
 
-    step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
-                                              record.device, observe, formats, record.heads)
+    with stage("passes" if limit is None else f"planning for {format_bytes(limit)}"):
+        step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
+                                                  record.device, observe, formats, record.heads)
     record.step, record.after = step, timeline(step, workspace)
     if record.options.verify:
         check_metadata(step)

@@ -32,6 +32,7 @@ from .devices import free_bytes
 from .errors import OptionError
 from .lowering.pieces import label
 from .options import format_bytes
+from .progress import stage
 from .seconds import Seconds, computes, roofline
 from .seconds_cache import SecondsCache
 from .stand_ins import copies, stand_ins
@@ -46,7 +47,6 @@ CALLS = 16  # .. each of so many calls at most
 OP_SECONDS = 0.1  # for all runs of an operator, unless one call alone takes longer
 CACHE = 2**26  # bytes that no cache holds
 TOTAL_SECONDS = 30.0  # for all operators of a plan
-TELL_SECONDS = 5.0  # between two lines of progress
 ROOM = 0.5  # of the free bytes
 UNKNOWN_ROOM = 2**30  # bytes, where it is not known what is free
 
@@ -72,7 +72,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         self.by_rates, self.cache = roofline(self.device), SecondsCache.of(self.device)
-        self.known, self.told = self.cache.read(), time.perf_counter()
+        self.known = self.cache.read()
 
     def __call__(self, node: fx.Node) -> float:
         if not computes(node):
@@ -98,11 +98,8 @@ class Measured:
         """Seconds of the call that `node` is, also written down; None for rules 1 to 5."""
         reason = self._reason(node)
         start = time.perf_counter()
-        if start - self.told > TELL_SECONDS:
-            log.info("measuring operators: %d done, %.0f s left at most", len(self.timed),
-                     self.seconds_left)
-            self.told = start
-        found = None if reason else _seconds(node, self.device)
+        with stage(f"measuring operators: {len(self.timed)} done, {self.seconds_left:.0f} s left at most"):
+            found = None if reason else _seconds(node, self.device)
         self.seconds_left -= time.perf_counter() - start
         if found is None:
             log.debug("%s is not measured: %s", node.target, reason or "it refuses made-up operands")

@@ -23,6 +23,7 @@ from ..compat import dry_run, inductor
 from ..compat import kernels as compat_kernels
 from ..compat.trace import pytree
 from ..costs import called_by_inductor, workspace_bytes
+from ..progress import stage
 from ..transfers import TO_HOST
 from .donating import given_away
 from .pieces import OWNED, Piece
@@ -67,7 +68,8 @@ class Pieces:
 
     def lower(self, name: str) -> None:
         if name not in self.bound:
-            self.bound[name] = self._compiled(name, in_order=False)
+            with stage(f"lowering piece {len(self.bound) + 1} of {len(self.parts)}"):
+                self.bound[name] = self._compiled(name, in_order=False)
 
     def reorder(self, name: str) -> bool:
         """Take the order within a piece that needs less; False where that is the one it has, or it is not lowered yet."""
@@ -107,8 +109,9 @@ class Pieces:
         try:
             for piece in self.bound.values():
                 piece.kernels.begin()
-            for piece in self.bound.values():
-                piece.kernels.finish()
+            for i, piece in enumerate(self.bound.values(), 1):
+                with stage(f"compiling the kernels of piece {i} of {len(self.bound)}"):
+                    piece.kernels.finish()
         except BaseException:  # what has no kernels may not be used again
             for key in [key for key, piece in _cache.items() if piece in self.bound.values()]:
                 del _cache[key]

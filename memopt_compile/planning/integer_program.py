@@ -58,6 +58,7 @@ from typing import Any
 
 import numpy as np
 
+from ..progress import stage
 from .packing import Packed
 from .rematerialization import NEVER, Problem, carried, latest_runs
 from .rows import Rows, Solved, Terms, silent
@@ -157,7 +158,7 @@ class Program:
         integral = np.zeros(len(cost))
         integral[:self.peak] = 1
         tree = PEAK_NODES if limit is None else nodes
-        with silent():
+        with stage(f"an integer program of {len(low):,} rows"), silent():
             found = milp(cost, integrality=integral, bounds=Bounds(least, most), constraints=LinearConstraint(rows, lb=low),
                          options={"mip_rel_gap": gap, "node_limit": tree, "time_limit": SECONDS})
         self.infeasible = found.status == INFEASIBLE
