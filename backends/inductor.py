@@ -131,8 +131,7 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
         others need not be run for that."""
         for name in lowered:
             highest[name] = peaks(name)[name]
-        while within is not None and max(highest.values()) > within:
-            worst = max(highest, key=highest.__getitem__)
+        while highest[worst := max(highest, key=highest.__getitem__)] > within:
             if not (worst and made.reorder(worst)):
                 return False
             highest[worst] = peaks(worst)[worst]
