@@ -48,6 +48,7 @@ from .passes.reuse_buffers import ReuseBuffers
 from .passes.run_in_slabs import RunInSlabs
 from .passes.schedule_for_peak import ScheduleForPeak
 from .passes.split_live_ranges import SplitLiveRanges
+from .passes.stack_padded import StackPadded
 from .passes.update_early import UpdateEarly
 from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
@@ -107,6 +108,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         (True, DequantizeOnUse),
         # Several backwards through one forward go side by side, and let go of activations together.
         (True, JoinBackwards),
+        # Gradients of a tensor's members go side by side. (Under a budget a loop over rows is one first, if it has to be.)
+        (not held, StackPadded),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
         (free and options.recompute, RematerializeFree),
@@ -133,6 +136,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # And still? Decide which activations to keep, compress others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
         (held and eager and not in_order, partial(ChunkLogits, limit_bytes)),
+        (held, StackPadded),
         (held and eager and not in_order, partial(RunInSlabs, unplanned=True)),
         # Forward's values are what a plan moves; what backward writes in place needs no room in it.
         (held and eager, partial(ReuseBuffers, of_backward=True)),

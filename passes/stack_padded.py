@@ -1,0 +1,119 @@
+"""Put gradients of a tensor's members side by side, in place of adding up tensors of zeros that have one each.
+
+What reads a tensor member by member (the steps of a sequence, the samples of a batch in a loop) has each member's gradient padded
+with zeros to the whole in backward, and as many tensors of that size are added up.
+
+1. A sum of gradients padded so (`select_backward`; on Inductor a `select_scatter` into zeros) of every member along one
+   dimension is these side by side (`cat`). Those of one member are added up first, in the order of the sum.
+2. What else is added up is added behind them.
+3. Only where the peak of the step falls by that, in the best order with and without: if members are made in turn next to
+   the sum it needs less to add up in place than to have all of them.
+
+Before:  p = select_backward(da, [2, n], 0, 0); q = select_backward(db, [2, n], 0, 1); r = add(p, q); s = add(r, t)
+After:   r = cat([unsqueeze(da, 0), unsqueeze(db, 0)], 0); s = add(r, t)
+
+Memory: the whole once and no tensor of zeros. Numerics: bitwise, but for the sign of a zero and, by rule 2, the order of a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.passes.release_gradients import ReleaseGradients
+from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
+from memopt_compile.step_graph import StepGraph
+from memopt_compile.step_pass import StepPass
+
+aten = torch.ops.aten
+Sum = tuple[fx.Node, int, list[list[fx.Node]], list[fx.Node]]
+
+
+@dataclass(frozen=True)
+class StackPadded(StepPass):
+    name: ClassVar[str] = "stack_padded"
+
+    def requires(self, step: StepGraph) -> str | None:
+        return None if next(_sums(step), None) else "gradients of a tensor's members are not added up"
+
+    def run(self, step: StepGraph, costs: Any = None) -> None:
+        stacked = step.copy()
+        _stack(stacked)
+        if _best_peak(stacked, costs) < _best_peak(step.copy(), costs):
+            _stack(step)
+
+
+def _best_peak(step: StepGraph, workspace: Any) -> int:
+    for each in (ReleaseGradients(), ScheduleForPeak()):
+        if each.requires(step) is None:
+            each.run(step, workspace)
+    return timeline(step, workspace or no_workspace).transient_peak_bytes
+
+
+def _stack(step: StepGraph) -> None:
+    for total, dim, members, others in list(_sums(step)):
+        add = functools.partial(step.call, total, aten.add.Tensor)
+        with step.graph.inserting_before(total):
+            parts = [step.call(total, aten.unsqueeze.default, functools.reduce(add, parts), dim) for parts in members]
+            whole = functools.reduce(add, others, step.call(total, aten.cat.default, parts, dim))
+        dead = total.all_input_nodes
+        step.replace(total, whole)
+        while dead:  # the sums within it, padded gradients, zeros
+            if not (node := dead.pop()).users and not node._erased:
+                dead += node.all_input_nodes
+                step.erase(node)
+
+
+def _sums(step: StepGraph) -> Iterator[Sum]:
+    """Each sum of rule 1: the dimension, the gradients of its members, and what else is added up."""
+    for node in step.computing():
+        if not _adds(node) or len(node.users) == 1 and _adds(next(iter(node.users))):
+            continue
+        terms = list(_terms(node))
+        padded = {term: found for term in terms if len(term.users) == 1 and (found := _padded(term))}
+        for dim in dict.fromkeys(dim for _, dim, _ in padded.values()):
+            of: dict[int, list[fx.Node]] = defaultdict(list)
+            for member, along, index in padded.values():
+                if along == dim:
+                    of[index].append(member)
+            if len(of) == node.meta["val"].shape[dim] > 1:
+                others = [term for term in terms if term not in padded or padded[term][1] != dim]
+                yield node, dim, [of[i] for i in range(len(of))], others
+                break
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether it adds two tensors of its own shape and type, whose sizes are numbers."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    values = [n.meta["val"] for n in (node, *node.args)]
+    return (all(type(n) is int for value in values for n in value.shape)
+            and len({(tuple(value.shape), value.dtype) for value in values}) == 1)
+
+
+def _terms(node: fx.Node) -> Iterator[fx.Node]:
+    waiting = [*reversed(node.args)]  # a sequence may have more steps than Python has frames
+    while waiting:
+        if _adds(term := waiting.pop()) and len(term.users) == 1:
+            waiting += reversed(term.args)
+        else:
+            yield term
+
+
+def _padded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """The gradient of a member, the dimension and the member's place, if `node` is that beside zeros."""
+    if node.target is aten.select_backward.default:
+        member, shape, dim, index = node.args
+    elif node.target is aten.select_scatter.default and node.args[0].target is aten.full.default and node.args[0].args[1] == 0:
+        (shape, _), (member, dim, index) = node.args[0].args, node.args[1:]
+    else:
+        return None
+    numbers = all(type(n) is int for n in (*shape, dim, index))
+    return (member, dim % len(shape), index % shape[dim]) if numbers else None
