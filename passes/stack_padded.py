@@ -5,14 +5,14 @@ with zeros to the whole in backward, and as many tensors of that size are added 
 
 1. A sum of gradients padded so (`select_backward`; on Inductor a `select_scatter` into zeros) of every member along one
    dimension is these side by side (`cat`). Those of one member are added up first, in the order of the sum.
-2. What else is added up is added behind them.
+2. What else is added up is added behind them, where that adds the same numbers in the same order to every element.
 3. Only where the peak of the step falls by that, in the best order with and without: if members are made in turn next to
    the sum it needs less to add up in place than to have all of them.
 
 Before:  p = select_backward(da, [2, n], 0, 0); q = select_backward(db, [2, n], 0, 1); r = add(p, q); s = add(r, t)
 After:   r = cat([unsqueeze(da, 0), unsqueeze(db, 0)], 0); s = add(r, t)
 
-Memory: the whole once and no tensor of zeros. Numerics: bitwise, but for the sign of a zero and, by rule 2, the order of a sum.
+Memory: the whole once and no tensor of zeros. Numerics: bitwise, but for the sign of a zero.
 """
 
 from __future__ import annotations
@@ -76,15 +76,22 @@ def _sums(step: StepGraph) -> Iterator[Sum]:
     for node in step.computing():
         if not _adds(node) or len(node.users) == 1 and _adds(next(iter(node.users))):
             continue
-        terms = list(_terms(node))
+        terms = _terms(node)
         padded = {term: found for term in terms if len(term.users) == 1 and (found := _padded(term))}
         for dim in dict.fromkeys(dim for _, dim, _ in padded.values()):
             of: dict[int, list[fx.Node]] = defaultdict(list)
-            for member, along, index in padded.values():
+            others: list[fx.Node] = []
+            behind: dict[int, int] = {}  # how many others come before the last of a member's
+            for term in terms:
+                member, along, index = padded.get(term, (None, None, None))
                 if along == dim:
                     of[index].append(member)
-            if len(of) == node.meta["val"].shape[dim] > 1:
-                others = [term for term in terms if term not in padded or padded[term][1] != dim]
+                    behind[index] = len(others)
+                else:
+                    others.append(term)
+            # Two numbers that are added up first may change places, but no more than these.
+            in_order = all(before == 0 or before == len(of[i]) == 1 for i, before in behind.items())
+            if in_order and len(of) == node.meta["val"].shape[dim] > 1:
                 yield node, dim, [of[i] for i in range(len(of))], others
                 break
 
@@ -98,13 +105,15 @@ def _adds(node: fx.Node) -> bool:
             and len({(tuple(value.shape), value.dtype) for value in values}) == 1)
 
 
-def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    waiting = [*reversed(node.args)]  # a sequence may have more steps than Python has frames
-    while waiting:
-        if _adds(term := waiting.pop()) and len(term.users) == 1:
-            waiting += reversed(term.args)
-        else:
-            yield term
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What is added up, in order: one sum goes on, and what is added to it is a term, be that a sum or not."""
+    terms: list[fx.Node] = []  # the last first
+    while True:
+        sums = [a for a in node.args if _adds(a) and len(a.users) == 1]
+        if not sums:
+            return [*node.args, *reversed(terms)]
+        terms.append(node.args[1] if sums[0] is node.args[0] else node.args[0])
+        node = sums[0]
 
 
 def _padded(node: fx.Node) -> tuple[fx.Node, int, int] | None:

@@ -119,6 +119,7 @@ def test_the_default_story(lowering):
         "write_back_early",
         "dequantize_on_use",
         "join_backwards",
+        "stack_padded",
         "rematerialize_free",
         "channels_last",
         "peel_bias",
@@ -138,14 +139,15 @@ def test_the_default_story(lowering):
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_the_story_under_a_budget(lowering):
     free = [p.name for p in pipelines.default(Options(lowering=lowering), lowering)]
+    free.remove("stack_padded")
     at = free.index("update_in_place") + 1
     for in_order in (True, False):
         names = [p.name for p in pipelines.default(Options(lowering=lowering), lowering, 2**30,
                                                    torch.device("cpu"), in_order=in_order)]
-        parts = [] if in_order else ["chunk_logits", "run_in_slabs"]
+        parts = ["stack_padded"] if in_order else ["chunk_logits", "stack_padded", "run_in_slabs"]
         added = {"eager": ["reuse_buffers", "run_in_slabs", "join_backwards", "replay_dropout", *parts, "reuse_buffers",
                            "release_gradients", "schedule_for_peak"],
-                 "inductor": ["join_backwards", "chunk_logits"]}[lowering]
+                 "inductor": ["join_backwards", "chunk_logits", "stack_padded"]}[lowering]
         assert names == [*free[:at], *added, "plan_memory", "recompute", "compress", "schedule_for_peak", *free[at:]]
     without = pipelines.default(Options(lowering=lowering, recompute=False), lowering, 2**30)
     assert [p.means.again for p in without if p.name == "plan_memory"] == [False]
