@@ -77,6 +77,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     held = limit_bytes is not None
     means = Means(options.recompute, options.compress, options.max_gradient_error,
                   tuple(sorted(formats.items())), options.offload, options.partition_activations)
+    stack_padded = partial(StackPadded, (ReleaseGradients(), ScheduleForPeak(), *([ReuseBuffers()] if eager else [])))
     plan = partial(PlanMemory, limit_bytes, device, means, or_smallest=smallest, costs=options.costs, at_most=at_most)
     story = [
         # Tracing left copies and views that eager never made: without them the rest is plain.
@@ -109,7 +110,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # Several backwards through one forward go side by side, and let go of activations together.
         (True, JoinBackwards),
         # Gradients of a tensor's members go side by side. (Under a budget a loop over rows is one first, if it has to be.)
-        (not held, StackPadded),
+        (not held, stack_padded),
         # What fuses into its reader need not be kept from forward to backward. (In eager nothing
         # fuses, and computing it again costs a little time.)
         (free and options.recompute, RematerializeFree),
@@ -136,7 +137,7 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # And still? Decide which activations to keep, compress others or compute them again.
         (held and eager, partial(ReplayDropout, limit_bytes)),
         (held and eager and not in_order, partial(ChunkLogits, limit_bytes)),
-        (held, StackPadded),
+        (held, stack_padded),
         (held and eager and not in_order, partial(RunInSlabs, unplanned=True)),
         # Forward's values are what a plan moves; what backward writes in place needs no room in it.
         (held and eager, partial(ReuseBuffers, of_backward=True)),

@@ -27,8 +27,6 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
-from memopt_compile.passes.release_gradients import ReleaseGradients
-from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
@@ -38,7 +36,10 @@ Sum = tuple[fx.Node, int, list[list[fx.Node]], list[fx.Node]]
 
 @dataclass(frozen=True)
 class StackPadded(StepPass):
+    """`ordering`: the passes by which the peaks of rule 3 come about."""
+
     name: ClassVar[str] = "stack_padded"
+    ordering: tuple[StepPass, ...] = ()
 
     def requires(self, step: StepGraph) -> str | None:
         return None if next(_sums(step), None) else "gradients of a tensor's members are not added up"
@@ -46,15 +47,14 @@ class StackPadded(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         stacked = step.copy()
         _stack(stacked)
-        if _best_peak(stacked, costs) < _best_peak(step.copy(), costs):
+        if self._peak(stacked, costs) < self._peak(step.copy(), costs):
             _stack(step)
 
-
-def _best_peak(step: StepGraph, workspace: Any) -> int:
-    for each in (ReleaseGradients(), ScheduleForPeak()):
-        if each.requires(step) is None:
-            each.run(step, workspace)
-    return timeline(step, workspace or no_workspace).transient_peak_bytes
+    def _peak(self, step: StepGraph, workspace: Any) -> int:
+        for each in self.ordering:
+            if each.requires(step) is None:
+                each.run(step, workspace)
+        return timeline(step, workspace or no_workspace).transient_peak_bytes
 
 
 def _stack(step: StepGraph) -> None:

@@ -21,7 +21,7 @@ LONGEST = 400  # lines
 # From the bottom up: a module imports from its own layer or from those above it in this list.
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
-    {"errors", "options", "memory_plan", "host_part", "compat"},
+    {"errors", "options", "memory_plan", "host_part", "progress", "compat"},
     {"step_graph", "aliases", "data_sizes", "second_derivative", "unused_outputs", "devices", "measure", "optim", "quantization", "distributed", "collectives", "arena", "replaced", "old_gradients", "ctc", "checks"},
     {"planning", "lowering", "liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "finiteness", "margin_loss", "gaussian_loss", "partition", "ordering", "fusing", "recordable", "structure", "loops", "folding", "rowwise", "row_regions", "row_classes", "row_loops", "row_slices", "row_twice"},
     {"step_pass"},
