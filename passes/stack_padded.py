@@ -4,7 +4,8 @@ What reads a tensor member by member (the steps of a sequence, the samples of a 
 with zeros to the whole in backward, and as many tensors of that size are added up.
 
 1. A sum of gradients padded so (`select_backward`; on Inductor a `select_scatter` into zeros) of every member along one
-   dimension is these side by side (`cat`). Those of one member are added up first, in the order of the sum.
+   dimension is these side by side (`cat`). Those of one member are added up first, in the order of the sum. What is a
+   parameter's whole gradient by itself stays.
 2. What else is added up is added behind them, where that adds the same numbers in the same order to every element.
 3. Only where the peak of the step falls by that, in the best order with and without: if members are made in turn next to
    the sum it needs less to add up in place than to have all of them.
@@ -58,7 +59,7 @@ class StackPadded(StepPass):
 
 
 def _stack(step: StepGraph) -> None:
-    for total, dim, members, others in list(_sums(step)):
+    for total, dim, members, others in reversed(list(_sums(step))):  # one may be a term or a member of a later one
         add = functools.partial(step.call, total, aten.add.Tensor)
         with step.graph.inserting_before(total):
             parts = [step.call(total, aten.unsqueeze.default, functools.reduce(add, parts), dim) for parts in members]
@@ -74,10 +75,10 @@ def _stack(step: StepGraph) -> None:
 def _sums(step: StepGraph) -> Iterator[Sum]:
     """Each sum of rule 1: the dimension, the gradients of its members, and what else is added up."""
     for node in step.computing():
-        if not _adds(node) or len(node.users) == 1 and _adds(next(iter(node.users))):
+        if not _adds(node) or _within(step, node) and _adds(next(iter(node.users))):
             continue
-        terms = _terms(node)
-        padded = {term: found for term in terms if len(term.users) == 1 and (found := _padded(term))}
+        terms = _terms(step, node)
+        padded = {term: found for term in terms if _within(step, term) and (found := _padded(term))}
         for dim in dict.fromkeys(dim for _, dim, _ in padded.values()):
             of: dict[int, list[fx.Node]] = defaultdict(list)
             others: list[fx.Node] = []
@@ -105,11 +106,16 @@ def _adds(node: fx.Node) -> bool:
             and len({(tuple(value.shape), value.dtype) for value in values}) == 1)
 
 
-def _terms(node: fx.Node) -> list[fx.Node]:
+def _within(step: StepGraph, node: fx.Node) -> bool:
+    """Whether nothing but the sum that reads it asks for it."""
+    return len(node.users) == 1 and node not in step.gradients
+
+
+def _terms(step: StepGraph, node: fx.Node) -> list[fx.Node]:
     """What is added up, in order: one sum goes on, and what is added to it is a term, be that a sum or not."""
     terms: list[fx.Node] = []  # the last first
     while True:
-        sums = [a for a in node.args if _adds(a) and len(a.users) == 1]
+        sums = [a for a in node.args if _adds(a) and _within(step, a)]
         if not sums:
             return [*node.args, *reversed(terms)]
         terms.append(node.args[1] if sums[0] is node.args[0] else node.args[0])

@@ -154,6 +154,27 @@ def test_loops_need_less(model, lowering):
     assert report.measured_peak_bytes - report.resident_bytes <= 0.97 * (without.measured_peak_bytes - without.resident_bytes)
 
 
+def test_a_sum_is_a_term_and_a_member_of_others():
+    """As in layers with a skip that each go through a sequence step by step: what is there later reads the stack."""
+    def step(x):
+        def padded(value, i):
+            return aten.select_backward.default(value, [2, 4], 0, i)
+
+        first = padded(x[0].exp(), 0) + padded(x[1].exp(), 1)
+        second = first + padded(first[0].cos(), 0) + padded(first[1].cos(), 1)
+        third = aten.select_backward.default(first, [2, 2, 4], 0, 0) + aten.select_backward.default(second, [2, 2, 4], 0, 1)
+        return second, third
+
+    graph = by_hand(step, ("x", torch.rand(2, 4, dtype=torch.float64)))
+    values = values_for(graph)
+    expected = outcome(eager.lower(graph), values)
+    StackPadded().run(graph)
+    graph.verify()
+    assert "select_backward" not in graph.text()
+    for got, wanted in zip(outcome(eager.lower(graph), values), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_a_sequence_may_be_long():
     def step(x):
         total = aten.select_backward.default(x[0].exp(), [1500, 2], 0, 0)
