@@ -167,6 +167,17 @@ def test_a_bound_on_seconds_hides_no_plan(share):
     assert bounded.seconds <= 1.0001 * plan.seconds and bounded.peak_bytes <= limit
 
 
+def test_plans_for_a_little_less_are_looked_for_only_within_what_is_faster():
+    """Where none is, a search without a bound would ask for a little less itself, and so on down to the smallest peak."""
+    found = asked()
+    limit, together = int(0.48 * max(found.live)), groups(found)
+    with (mock.patch.object(planner, "_Search", side_effect=planner._Search) as searches, mock.patch.object(planner, "_found", {})):
+        plan = planner.cheapest(found, limit, together)
+    first, *below = searches.call_args_list
+    assert plan.gap > planner.FAR_OFF and 0 < len(below) <= len(planner.BELOW)
+    assert all(search.args[1] < limit and search.args[3] < math.inf for search in below)
+
+
 def test_equal_problems_are_planned_once():
     found, twin = asked(), problem(prepared().copy(), roofline("cpu"))
     assert fingerprint(found) == fingerprint(twin)

@@ -74,15 +74,16 @@ def test_where_no_plan_is_as_fast_none_is_looked_for_any_further():
         assert planner._cheapest(planner._Search(found, limit, together, 0.9 * plan.seconds)) is None
 
 
-@pytest.mark.parametrize("seconds, gap, work, asked, taken", [
-    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.015, 1, [100], 1.0),  # near enough
-    ({100: 1.0, 98: 0.8}, 0.2, 1, [100, 99], 1.0),  # a plan for a little less is not faster
-    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, 1, [100, 99, 98, 97], 0.7),
-    ({100: 1.0, 99: 0.81, 98: 0.7}, 0.2, 1, [100, 99], 0.81),  # 0.8 is proved
-    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.4, 1.5 * planner.WORK, [100, 99], 0.9),
-    ({}, 0.2, 1, [100], None),
+@pytest.mark.parametrize("seconds, gap, work, least, asked, taken", [
+    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.015, 1, 50, [100], 1.0),  # near enough
+    ({100: 1.0, 98: 0.8}, 0.2, 1, 50, [100, 99], 1.0),  # a plan for a little less is not faster
+    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, 1, 50, [100, 99, 98, 97], 0.7),
+    ({100: 1.0, 99: 0.81, 98: 0.7}, 0.2, 1, 50, [100, 99], 0.81),  # 0.8 is proved
+    ({100: 1.0, 99: 0.9, 98: 0.8}, 0.4, 1.5 * planner.WORK, 50, [100, 99], 0.9),
+    ({100: 1.0, 99: 0.82, 98: 0.7}, 0.4, 1, 96, [100, 99], 0.82),  # 98 is near the smallest peak
+    ({}, 0.2, 1, 50, [100], None),
 ])
-def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, gap, work, asked, taken):
+def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, gap, work, least, asked, taken):
     limits = []
 
     def found(search):
@@ -91,7 +92,9 @@ def test_a_plan_far_from_what_is_proved_may_be_one_for_a_little_less(seconds, ga
         plan = planner.Solution(frozenset(), search.limit, seconds.get(search.limit, 9), gap)
         return plan if plan.seconds <= search.at_most else None
 
-    with mock.patch.object(planner, "_cheapest", found):
+    smallest = planner.Solution(frozenset(), least, 9.0, 1.0)
+    with (mock.patch.object(planner, "_cheapest", found), mock.patch.object(planner, "_may_fit", return_value=False),
+          mock.patch.object(planner, "smallest", return_value=smallest)):
         plan = planner._also_below(None, 100, (), 1.0)
     assert limits == asked and (plan and plan.seconds) == taken
     assert plan is None or plan.gap == pytest.approx(1 - (1 - gap) / taken)

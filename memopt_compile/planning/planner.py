@@ -87,17 +87,31 @@ def cheapest(problem: Problem, limit_bytes: int, groups: Sequence[int],
 
 def _also_below(problem: Problem, limit: int, groups: Sequence[int], at_most: float) -> Solution | None:
     """What is found for the limit or, as long as that is `FAR_OFF` what is proved and there was not much `WORK`, for a little less if
-    it is faster: where bursts overflow it is luck what is found, and a smaller budget had the faster step."""
+    it is faster: where bursts overflow it is luck what is found, and a smaller budget had the faster step. Not near the smallest
+    peak, where proofs that nothing is faster are dear."""
     search = _Search(problem, limit, groups, at_most)
     plan, work = _cheapest(search), search.work
+    if plan is None and at_most < math.inf and search.proved < math.inf and _may_fit(search):
+        plan = cheapest(problem, limit, groups)  # a search without a bound may come to one that is within it
+        return plan if plan and plan.seconds <= at_most else None
     for less in BELOW:
-        if plan is None or plan.gap <= FAR_OFF or work > 2 * WORK:
+        below = int(limit * (1 - less))
+        if (plan is None or plan.gap <= FAR_OFF or work > 2 * WORK
+                or smallest(problem, groups).peak_bytes * (1 + RESOLUTION) > below):
             break
-        search = _Search(problem, int(limit * (1 - less)), groups, plan.seconds * (1 - GAP))
+        search = _Search(problem, below, groups, plan.seconds * (1 - GAP))
         if (faster := _cheapest(search)) is None:
             break
         plan, work = replace(faster, gap=_gap(faster.seconds, plan.seconds * (1 - plan.gap))), work + search.work
     return plan
+
+
+def _may_fit(search: _Search) -> bool:
+    """Whether there may be a plan within the search's limit and seconds."""
+    problem, groups = search.problem, search.groups
+    return (smallest(problem, groups).peak_bytes <= search.limit
+            and Program(problem, groups, search.at_most, strict=True).solve(dict.fromkeys(_positions(problem), 0), search.limit, FIRST)
+            is not None)
 
 
 def _cheapest(search: _Search) -> Solution | None:
@@ -130,10 +144,6 @@ def _cheapest(search: _Search) -> Solution | None:
             search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
     if search.proved < math.inf and search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
         search.change(least.again, least.packed)
-        if search.best is None and Program(problem, groups, at_most, strict=True).solve(
-                dict.fromkeys(_positions(problem), 0), limit, FIRST):  # a search without a bound may come to one that is within it
-            plan = cheapest(problem, limit, groups)
-            return plan if plan and plan.seconds <= at_most else None
     return search.best
 
 
