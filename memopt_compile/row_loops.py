@@ -189,9 +189,12 @@ class _Families:
             return node.target(*args, **kwargs)
 
         values = [n.meta["val"] for n in given.values()]
+        # What is elementwise of one tensor is so on all samples, where there may be no rule (`prims.convert_element_type`).
+        itself = len(given) == 1 and (torch.Tag.pointwise in node.target.tags or node.target._schema.name in ELEMENTWISE)
+        batched = one if itself else torch.vmap(one, in_dims=tuple(0 if a in self.of else None for a in given))
         try:
             with values[0].fake_mode:
-                traced = make_fx(torch.vmap(one, in_dims=tuple(0 if a in self.of else None for a in given)))(*values).graph
+                traced = make_fx(batched)(*values).graph
         except Exception:  # of many kinds: no rule for this operator, or not for these operands
             return [], []
         if traced.find_nodes(op="get_attr") or traced.find_nodes(op="call_function", target=aten.stack.default):
