@@ -206,8 +206,9 @@ class _Families:
                     continue
                 target, value = inner.target, inner.meta["val"]
                 args, kwargs = fx.map_arg((inner.args, inner.kwargs), made.__getitem__)
-                if target in FILLS:  # which would read the logits for their size
-                    filled = args[2] if target is aten.new_full.default else 0
+                if target in FILLS or target is aten.expand.default and args[0].target is aten.full.default:
+                    # Neither reads the logits for their size nor, once for all samples, needs its rows.
+                    filled = args[2] if target is aten.new_full.default else args[0].args[1] if target is aten.expand.default else 0
                     target, args = aten.full.default, (list(value.shape), filled)
                     kwargs = {"dtype": value.dtype, "device": value.device}
                 made[inner] = self.step.call(node, target, *args, **kwargs)
