@@ -81,6 +81,18 @@ def _index(node: fx.Node) -> tuple[int, int] | None:
     return (shape[0] // size, begin // size) if 0 < size < shape[0] and shape[0] % size == begin % size == 0 else None
 
 
+def padded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """The gradient of a member, the dimension and the member's place, if `node` is that beside zeros."""
+    if node.target is aten.select_backward.default:
+        member, shape, dim, index = node.args
+    elif node.target is aten.select_scatter.default and node.args[0].target is aten.full.default and node.args[0].args[1] == 0:
+        (shape, _), (member, dim, index) = node.args[0].args, node.args[1:]
+    else:
+        return None
+    numbers = all(type(n) is int for n in (*shape, dim, index))
+    return (member, dim % len(shape), index % shape[dim]) if numbers else None
+
+
 def _joins(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, OPERATOR) and not mutated_args(node) and not is_random(node) and (
@@ -265,12 +277,7 @@ class _Families:
 
     def _placed(self, node: fx.Node) -> tuple[fx.Node, int] | None:
         """The whole, and which member of it, where `node` is that member in its place and zero elsewhere."""
-        if node.target is aten.select_backward.default:
-            member, _, dim, index = node.args
-        elif node.target is aten.select_scatter.default and node.args[0].target is aten.full.default and not node.args[0].args[1]:
-            _, member, dim, index = node.args
-        else:
-            return None
+        member, dim, index = padded(node) or (None, 0, 0)
         whole, which = self.of.get(member, (None, -1))
-        same = whole is not None and dim == 0 and index % _shape(node)[0] == which and _shape(node) == _shape(whole)
+        same = whole is not None and dim == 0 and index == which and _shape(node) == _shape(whole)
         return (whole, which) if same else None

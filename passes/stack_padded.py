@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
+from memopt_compile.row_loops import padded
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
@@ -78,13 +79,13 @@ def _sums(step: StepGraph) -> Iterator[Sum]:
         if not _adds(node) or _within(step, node) and _adds(next(iter(node.users))):
             continue
         terms = _terms(step, node)
-        padded = {term: found for term in terms if _within(step, term) and (found := _padded(term))}
-        for dim in dict.fromkeys(dim for _, dim, _ in padded.values()):
+        places = {term: found for term in terms if _within(step, term) and (found := padded(term))}
+        for dim in dict.fromkeys(dim for _, dim, _ in places.values()):
             of: dict[int, list[fx.Node]] = defaultdict(list)
             others: list[fx.Node] = []
             behind: dict[int, int] = {}  # how many others come before the last of a member's
             for term in terms:
-                member, along, index = padded.get(term, (None, None, None))
+                member, along, index = places.get(term, (None, None, None))
                 if along == dim:
                     of[index].append(member)
                     behind[index] = len(others)
@@ -120,15 +121,3 @@ def _terms(step: StepGraph, node: fx.Node) -> list[fx.Node]:
             return [*node.args, *reversed(terms)]
         terms.append(node.args[1] if sums[0] is node.args[0] else node.args[0])
         node = sums[0]
-
-
-def _padded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """The gradient of a member, the dimension and the member's place, if `node` is that beside zeros."""
-    if node.target is aten.select_backward.default:
-        member, shape, dim, index = node.args
-    elif node.target is aten.select_scatter.default and node.args[0].target is aten.full.default and node.args[0].args[1] == 0:
-        (shape, _), (member, dim, index) = node.args[0].args, node.args[1:]
-    else:
-        return None
-    numbers = all(type(n) is int for n in (*shape, dim, index))
-    return (member, dim % len(shape), index % shape[dim]) if numbers else None
