@@ -1,108 +1,69 @@
-"""Loops over a batch of logits: `torch.stack([torch.logsumexp(z, -1) for z in logits])`, as TRL's losses have them.
+"""Loops over the rows of logits: `for z in logits`, as TRL's losses have them, `logits.split(128)`, `logits.chunk(8, dim=1)`.
 
-Unrolled, such a loop reads the logits a sample at a time, and its gradient puts a matrix of all rows together for each
-sample. Rows cannot be followed through that (`row_regions`). The rules, for a wide product that is read so:
+Unrolled, such a loop reads the logits piece by piece, and its gradient puts a matrix of all rows together for each piece. Rows
+cannot be followed through that (`row_regions`). The rules, for the slices and selections of what has the rows of a wide product:
 
-1. The selections `x[0]`, .., `x[B-1]` of one tensor are a family, whose whole is x; so are slices of equal length that are all of x,
-   whose whole is a view of it. Nodes that differ in nothing but which member of such families they read are one too, if they
-   treat rows by themselves (`rowwise`'s operators but products): its whole is the operator on the wholes, by PyTorch's own
-   rule for a batch (`torch.vmap`).
-2. The members stacked, or one behind the other, are the whole. So is the sum of each member's gradient in its place and
-   zeros elsewhere (`select_backward`; on Inductor a `select_scatter` into zeros), with what else is added up beside it.
-3. What reads one member reads the whole in its place.
+1. Those that are all of a dimension of the rows, of whatever lengths, are a split of it. Nodes that differ in nothing but the piece
+   that they read, and treat rows one by one (`rowwise`), are a family: its whole is the operator on all rows.
+2. What such nodes read besides may be another value for each piece: targets, or the gradients of rows' losses. Of all rows that is
+   what these are cut of, or what is made of it in one way; else they are put together in front of the first node. A number for each
+   piece is one for each of its rows.
+3. The sum of a piece is that of its rows' sums, and the gradient of a piece's loss that of a loss for each target.
+4. All pieces one behind the other are the whole; so is the sum of each in its place and zeros elsewhere, with what else is added
+   up beside it. What else reads a piece reads these rows of the whole.
 
-Before:  a = f(select(z, 0)); b = f(select(z, 1)); p = stack([a, b]) | dz = select_backward(da, 0) + select_backward(db, 1)
-After:   p = f(z) | dz = dp
+Before:  for rows i: a = f(z[i]); s = Σ a; dz = f'(z[i])·d; dz = slice_backward(dz) | dz = Σ dz
+After:   a = f(z); for rows i: s = Σ a[i] | dz = f'(z)·cat(d, ..)
 
-Memory: where z is computed in parts, less by all that is z's size; by itself it holds all samples at once. Numbers: the same
-operators on more rows.
+Memory: where z is computed in parts, less by all that is z's size; by itself it holds all pieces at once. Numbers: the same
+operators on more rows, and sums in another order.
 """
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .ordering import is_collective, is_random
-from .row_regions import is_wide
-from .rowwise import ALONG, ELEMENTWISE, PRODUCTS, SIZED
+from .row_splits import (
+    CUTS,
+    TOTAL,
+    Family,
+    Split,
+    clash,
+    cut_at,
+    filled,
+    form_of,
+    is_number,
+    nodes_of,
+    operands_of,
+    padded,
+    shape_of,
+    splits,
+)
+from .rowwise import ROWS, SIZE, Rule, lead, rule
 from .step_graph import OPERATOR, StepGraph, mutated_args
 
 aten = torch.ops.aten
-JOINED = {*ALONG, *SIZED, *ELEMENTWISE, "aten::select_backward", "aten::nll_loss_forward", "aten::nll_loss_backward"}
-WITHOUT_DIMENSIONS = (aten.sum.default, aten.mean.default)
-FILLS = (aten.new_full.default, aten.new_zeros.default, aten.zeros_like.default)
-STACKED = (aten.stack.default, aten.cat.default)
+SHORT = (torch.bfloat16, torch.float16)
+ROUNDS = 4  # of looking for families
 
 
 def loops_joined(step: StepGraph) -> StepGraph:
-    """Rules 1 to 3, in place."""
-    if any(_is_looped(node) for node in step.computing()):
-        _Families(step).join()
+    """Rules 1 to 4, in place."""
+    starts: dict[fx.Node, tuple[Family, int]] = {}
+    for value, split, pieces in splits(step):
+        family = Family(split, value)
+        starts |= {node: (family, piece) for node, piece in pieces.items()}
+    if starts:
+        _Families(step, starts).join()
     return step
-
-
-def _is_looped(node: fx.Node) -> bool:
-    """Whether `node` is a wide product whose rows are selected a sample at a time, as they are or elementwise."""
-    if node.target not in PRODUCTS or not is_wide(node):
-        return False
-    seen, stack = {node}, [node]
-    while stack:
-        for user in stack.pop().users:
-            if _index(user) is not None:
-                return True
-            if user not in seen and _joins(user) and _shape(user)[-1:] == _shape(node)[-1:]:
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def _shape(node: Any) -> tuple:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _index(node: fx.Node) -> tuple[int, int] | None:
-    """How many members the family of a selection or a slice of rows has, and which of them it is."""
-    if node.target not in (aten.select.int, aten.slice.Tensor) or len(node.args) > 4 or len(node.args) > 1 and node.args[1] != 0:
-        return None
-    shape = _shape(node.args[0])
-    if not shape or len(node.args) < 3 or not all(type(number) is int for number in (*shape, *node.args[2:])):
-        return None
-    if node.target is aten.select.int:
-        return (shape[0], node.args[2] % shape[0]) if shape[0] > 1 else None
-    begin, end, _ = slice(*node.args[2:]).indices(shape[0])
-    size = end - begin
-    return (shape[0] // size, begin // size) if 0 < size < shape[0] and shape[0] % size == begin % size == 0 else None
-
-
-def padded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """The gradient of a member, the dimension and the member's place, if `node` is that beside zeros."""
-    if node.target is aten.select_backward.default:
-        member, shape, dim, index = node.args
-    elif node.target is aten.select_scatter.default and node.args[0].target is aten.full.default and node.args[0].args[1] == 0:
-        (shape, _), (member, dim, index) = node.args[0].args, node.args[1:]
-    else:
-        return None
-    numbers = all(type(n) is int for n in (*shape, dim, index))
-    return (member, dim % len(shape), index % shape[dim]) if numbers else None
-
-
-def _joins(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, OPERATOR) and not mutated_args(node) and not is_random(node) and (
-        torch.Tag.pointwise in target.tags or target._schema.name in JOINED or target in WITHOUT_DIMENSIONS)
-
-
-def _holds(whole: Tensor, samples: int, member: Tensor) -> bool:
-    """Whether a sample of `whole` is as `member` is, in memory too."""
-    return (tuple(whole.shape) == (samples, *member.shape) and whole.dtype == member.dtype
-            and all(a == b or size == 1 for a, b, size in zip(whole.stride()[1:], member.stride(), member.shape)))
 
 
 def _firsts(step: StepGraph) -> dict[fx.Node, fx.Node]:
@@ -117,157 +78,299 @@ def _firsts(step: StepGraph) -> dict[fx.Node, fx.Node]:
 
 
 class _Families:
-    def __init__(self, step: StepGraph):
+    def __init__(self, step: StepGraph, starts: dict[fx.Node, tuple[Family, int]]):
         self.step = step
-        self.firsts = _firsts(step)
-        self.of: dict[fx.Node, tuple[fx.Node, int]] = {}  # a member's whole, and which it is
-        self.alike: dict[str, dict[int, list[fx.Node]]] = defaultdict(dict)  # by what they have in common
-        self.wholes: dict[str, tuple[list[fx.Node], list[fx.Node]]] = {}  # of each family, and what makes them
-        self.views: dict[tuple[fx.Node, int], fx.Node] = {}  # of what is sliced
+        self.of = starts  # what each node is a piece of, and which
+        self.families: list[Family] = []  # in the order of their first members
+        self.made: dict[tuple, fx.Node | None] = {}  # of the rows of all pieces, by these
         self.done: set[fx.Node] = set()  # what is dropped if nothing reads it
 
     def join(self) -> None:
-        selected = [(n, found) for n in self.step.computing() if (found := _index(n)) is not None]
-        for node, (samples, index) in selected:
-            if (whole := self._selected(node, samples)) is not None:
-                self.of[node] = whole, index
-        begins, stack = set(self.of), [user for node in self.of for user in node.users]
-        while stack:
-            stack += self._grown(stack.pop())
+        self._begin()
+        self._grow()
+        for family in self.families:
+            if self._can_be_whole(family):
+                self._write(family)
+        self.done.update(node for node, (family, _) in self.of.items() if family.of is not None)
+        self.of = {node: found for node, found in self.of.items() if found[0].whole is not None and node not in self.done}
         for node in list(self.step.computing()):
-            if node.target in STACKED:
+            if node.target in (aten.cat.default, aten.stack.default):
                 self._put_together(node)
         self._add_up()
         for node in reversed(list(self.step.computing())):
-            if not node.users and (node in self.of or node in self.done):
+            if node in self.of and node.users and isinstance(node.meta["val"], Tensor):
+                self.step.replace(node, self._rows_of(node, node))
+            elif not node.users and (node in self.of or node in self.done):
                 self.step.erase(node)
-            elif node in self.of and node not in begins:  # rule 3
-                whole, index = self.of[node]
-                with self.step.graph.inserting_before(node):
-                    self.step.replace(node, self.step.call(node, aten.select.int, whole, 0, index))
 
-    def _selected(self, node: fx.Node, samples: int) -> fx.Node | None:
-        """The whole of a selection or a slice."""
-        value = node.args[0]
-        if node.target is aten.select.int:
+    def _begin(self) -> None:
+        """The wholes of slices and selections are views of what these are of."""
+        for family in dict.fromkeys(family for family, _ in self.of.values()):
+            trails = {family.split.trail(node, piece): node for node, (of, piece) in self.of.items() if of is family}
+            if len(trails) == 1 and None not in trails:
+                value, (trail,) = family.of, trails
+                with self.step.graph.inserting_before(value.next):
+                    family.whole = self._view(value, value, [family.split.rows, *trail])
+
+    def _grow(self) -> None:
+        """Rule 1: what is a piece if what it reads are such. Narrow rows that not all pieces have in the same way are none."""
+        starts, others = dict(self.of), set[fx.Node]()
+        for _ in range(ROUNDS):
+            self.of, self.families = dict(starts), []
+            self._grow_but(others)
+            some = {family for family in self.families if len(family.members) < len(family)}
+            left = {node for family in some for piece, node in family.members.items()
+                    if some.isdisjoint(self.of[a][0] for a in node.all_input_nodes if a in self.of)
+                    and (trail := family.split.trail(node, piece)) is not None and prod(trail) == 1}
+            if not left:
+                return
+            others |= left
+
+    def _grow_but(self, others: set[fx.Node]) -> None:
+        known: dict[tuple, Family] = {}
+        count: dict[tuple, int] = defaultdict(int)  # of what is alike, how many nodes of a piece there are so far
+        firsts = _firsts(self.step)
+        for node in list(self.step.computing()):
+            which = {(family.split, piece) for family, piece in (self.of[a] for a in node.all_input_nodes if a in self.of)}
+            if node in self.of or node in others or len(which) != 1:
+                continue
+            (split, piece), = which
+            node = self._plain(node, prod(split.part(piece)))
+            if (how := self._rule(node, prod(split.part(piece)))) is None:
+                continue
+            tokens = tuple(self.of[a][0] if a in self.of else None if how.needs[a] == ROWS or is_number(node, a) else firsts[a]
+                           for a in nodes_of(how))
+            key = split, form_of(how), tokens
+            count[key, piece] += 1
+            if (nth := (*key, count[key, piece])) not in known:
+                known[nth] = Family(split)
+                self.families.append(known[nth])
+            known[nth].members[piece], known[nth].rules[piece] = node, how
+            self.of[node] = known[nth], piece
+
+    def _plain(self, node: fx.Node, rows: int) -> fx.Node:
+        """Rule 3: what there is in place of `node` that treats rows one by one, or `node`."""
+        step = self.step
+        if node.target is aten.sum.default:
+            front, dims = lead(node.args[0].meta["val"], rows), len(shape_of(node.args[0]))
+            if front and front < dims:
+                dtype = node.meta["val"].dtype
+                with step.graph.inserting_before(node):
+                    each = step.call(node, aten.sum.dim_IntList, node.args[0], list(range(front, dims)),
+                                     dtype=torch.float32 if dtype in SHORT else dtype)
+                    if dtype in SHORT:
+                        total = step.call(node, aten.sum.default, each)
+                        node.target, node.args, node.kwargs = aten._to_copy.default, (total,), {"dtype": dtype}
+                    else:
+                        node.args, node.kwargs = (each,), {}
+                return each
+        elif node.target is aten.nll_loss_backward.default and node.args[4]:
+            gradient, logs, targets, weight, reduction, *rest = node.args
+            with step.graph.inserting_before(node):
+                if reduction == 1:
+                    gradient = step.call(node, aten.div.Tensor, gradient, node.args[TOTAL])
+                gradient = step.call(node, aten.expand.default, gradient, [rows])
+            node.args = gradient, logs, targets, weight, 0, *rest
+        return node
+
+    def _rule(self, node: fx.Node, rows: int) -> Rule | None:
+        value = node.args[0] if node.args else None
+        if (value in self.of and node.target in CUTS and node.meta["val"].numel() == value.meta["val"].numel()
+                and (cut := cut_at(node)) and cut[0] < (lead(value.meta["val"], rows) or 0)):
+            return Rule(ROWS, {value: ROWS})  # the one sample of a piece
+        how = rule(node, {a: ROWS for a in node.all_input_nodes if a in self.of}, rows)
+        return how if how and how.result == ROWS else None
+
+    def _can_be_whole(self, family: Family) -> bool:
+        """Whether all pieces are there, and all that the whole is made of can stand before the first."""
+        if len(family.members) < len(family) or clash(family.operands):
+            return False
+        mine = [family.members[piece] for piece in range(len(family))]
+        first = min(mine)
+        return family.split.alike(mine) and all(
+            self._is_there(operands[0], first) if operands[0] in self.of else
+            self._can_be_before(first, operands, mine) and (family.split.alike(operands) or not family.differ(operands))
+            for operands in family.operands)
+
+    def _is_there(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether `node` is a piece of a whole that is written before `at`."""
+        family, _ = self.of.get(node, (None, 0))
+        return family is not None and family.whole is not None and family.whole < at
+
+    def _can_be_before(self, at: fx.Node, nodes: Iterable[fx.Node], but: Sequence[fx.Node]) -> bool:
+        """Whether `nodes`, and what makes them behind `at`, can move in front of that: they write and draw nothing, and are no
+        pieces of what is not written by then, nor any of `but`."""
+        return all(self._is_there(n, at) or n.op == "call_function" and n not in but and (n not in self.of or self.of[n][0].whole is None)
+                   and not (mutated_args(n) or is_random(n) or is_collective(n)) for n in self._behind(at, nodes))
+
+    def _behind(self, at: fx.Node, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Those of `nodes`, and of what they are made of, that are not before `at`; pieces of what is written are not looked into."""
+        found, stack = set[fx.Node](), list(nodes)
+        while stack:
+            if (node := stack.pop()) not in found and not node < at:
+                found.add(node)
+                stack += () if self._is_there(node, at) else node.all_input_nodes
+        return sorted(found)
+
+    def _move(self, at: fx.Node, nodes: Iterable[fx.Node]) -> None:
+        """In front of `at`, with all that they are made of."""
+        behind = self._behind(at, nodes)
+        pieces = [node for node in behind if self._is_there(node, at)]
+        moved = [node for node in behind if node not in pieces]
+        for piece in pieces:
+            read = self._rows_of(piece, at)
+            for node in moved:
+                node.replace_input_with(piece, read)
+        for node in moved:
+            at.prepend(node)
+
+    def _write(self, family: Family) -> None:
+        first = min(family.members.values())
+        piece = self.of[first][1]
+        wholes: dict[fx.Node, fx.Node] = {}
+        for operands in family.operands:
+            if operands[piece] in self.of:
+                wholes[operands[piece]] = self.of[operands[piece]][0].whole
+            elif family.differ(operands):
+                self._move(first, operands)
+                with self.step.graph.inserting_before(first):
+                    numbers = [1] * len(family.split.trail(first, piece) or ())
+                    wholes[operands[piece]] = self._together(first, family.split, operands, numbers)
+        with self.step.graph.inserting_before(first):
+            family.whole = self._on_all(first, first, family.rules[piece], family.split, wholes)
+
+    def _together(self, like: fx.Node, split: Split, operands: tuple[fx.Node, ...], numbers: list[int]) -> fx.Node:
+        """Rule 2: the rows of all pieces; of a number for each piece with dimensions `numbers`."""
+        if (whole := self._made_of_all(like, split, operands)) is not None:
+            return whole
+        parts = []
+        for piece, operand in enumerate(operands):
+            shape = [*split.part(piece), *(numbers if (trail := split.trail(operand, piece)) is None else trail)]
+            parts.append(self._view(like, operand, shape) if trail is not None else
+                         self._call(like, aten.expand.default, self._view(like, operand, []), shape))
+        joined = self._call(like, aten.cat.default, parts, split.dim)
+        return self._view(like, joined, [split.rows, *shape_of(joined)[len(split.lead):]])
+
+    def _made_of_all(self, like: fx.Node, split: Split, operands: tuple[fx.Node, ...]) -> fx.Node | None:
+        """Rule 2: the rows of all pieces, if these are cut of one value, or are made of such in one way; wide ones also of what is
+        put together."""
+        known = self.made.get((split, operands), like)
+        if known is not None and not known < like:  # not known, or only behind
+            known = self.made[split, operands] = self._made(like, split, operands)
+        return known
+
+    def _made(self, like: fx.Node, split: Split, operands: tuple[fx.Node, ...]) -> fx.Node | None:
+        self.done.update(operands)
+        first, trail = operands[0], split.trail(operands[0], 0)
+        if trail is None or not split.alike(operands):
+            return None
+        if (family := self._put(operands)) is not None and family.whole < like:
+            return family.whole
+        if len(fills := {filled(operand) for operand in operands}) == 1 and fills != {None}:
+            kind = {"dtype": first.meta["val"].dtype, "device": first.meta["val"].device}
+            return self._call(like, aten.full.default, [split.rows, *trail], *fills, **kind)
+        if prod(trail) > 1 and None not in (numbers := [self._number(like, operand) for operand in operands]):
+            each = self._view(like, self._together(like, split, tuple(numbers), []), [split.rows] + [1] * len(trail))
+            return self._call(like, aten.expand.default, each, [split.rows, *trail])
+        if all(operand.target in CUTS and operand.args[0] is first.args[0] for operand in operands):
+            places = [(split.dim, *place) for place in split.ranges]
+            same = [cut_at(operand) for operand in operands] == places and shape_of(first.args[0])[:len(split.lead)] == split.lead
+            return self._view(like, first.args[0], [split.rows, *trail]) if same else None
+        hows = [rule(operand, {}, prod(split.part(piece))) for piece, operand in enumerate(operands)]
+        if (len({how and (how.result, form_of(how)) for how in hows}) > 1 or hows[0] is None or hows[0].result != ROWS
+                or clash(operands_of(hows))):
+            return None
+        wholes: dict[fx.Node, fx.Node | None] = {}
+        for parts in operands_of(hows):
+            if hows[0].needs[parts[0]] == ROWS:
+                make = functools.partial(self._together, numbers=[]) if prod(trail) > 1 else self._made_of_all
+                wholes[parts[0]] = make(like, split, parts)
+            elif len(set(parts)) == 1:
+                wholes[parts[0]] = parts[0]
+        return self._on_all(like, first, hows[0], split, wholes) if None not in wholes.values() and len(wholes) == len(hows[0].needs) else None
+
+    def _number(self, like: fx.Node, node: fx.Node) -> fx.Node | None:
+        """The number that all of `node` is, as the gradient of a sum or a mean."""
+        if node.target is aten.expand.default and node.args[0].meta["val"].numel() == 1:
+            return node.args[0]
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(node.all_input_nodes) == 1 and not (
+                is_random(node) or mutated_args(node)):
+            (of,) = node.all_input_nodes
+            if (number := self._number(like, of)) is not None:
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: number)
+                return self._call(like, node.target, *args, **kwargs)
+        return None
+
+    def _on_all(self, like: fx.Node, node: fx.Node, how: Rule, split: Split, wholes: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+        """What `how` says of a piece, `node`, of all rows; None if that is of another type (a number for each row counts where one for
+        all does not)."""
+        if how.target is None:
+            return next(iter(wholes.values()))
+        args, kwargs = fx.map_arg((how.args, dict(how.kwargs)), lambda a: wholes.get(a, a))
+        args = [[split.rows if s is SIZE else s for s in a] if isinstance(a, list) else a for a in args]
+        made = self._call(like, how.target, *args, **kwargs)
+        value, expected = made.meta["val"], node.meta["val"]
+        return made if not isinstance(value, Tensor) or value.dtype == expected.dtype else None
+
+    def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.step.call(like, target, *args, **kwargs)
+        self.done.add(made)
+        return made
+
+    def _view(self, like: fx.Node, value: fx.Node, shape: list[int]) -> fx.Node:
+        if list(shape_of(value)) == shape:
             return value
-        if (value, samples) not in self.views and value.meta["val"].is_contiguous():
-            with self.step.graph.inserting_before(node):
-                self.views[value, samples] = self.step.call(node, aten.view.default, value, [samples, *_shape(node)])
-            self.done.add(self.views[value, samples])
-        return self.views.get((value, samples))
+        if not value.meta["val"].is_contiguous():
+            value = self._call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
+        return self._call(like, aten.view.default, value, shape)
 
-    def _grown(self, node: fx.Node) -> list[fx.Node]:
-        """Rule 1: what is to be looked at since `node` makes a family complete."""
-        mine = [self.of[a] for a in node.all_input_nodes if a in self.of]
-        which = {(_shape(whole)[0], index) for whole, index in mine}
-        if node in self.of or node in self.done or len(which) != 1 or not _joins(node):
-            return []
-        (samples, index), = which
-        key = str((node.target, *fx.map_arg((node.args, node.kwargs), self._name)))
-        found = self.alike[key]
-        found.setdefault(index, []).append(node)
-        if len(found) < samples:
-            return []
-        members = [(index, node)]
-        if key not in self.wholes:
-            members = [(i, n) for i, alike in found.items() for n in alike]
-            self.wholes[key] = self._wholes(min(n for _, n in members), samples)
-        wholes, new = self.wholes[key]
-        joined = []
-        for i, member in members if wholes else ():
-            if new and member < new[0]:  # the same computed twice: what it reads is there already
-                for each in new:
-                    member.prepend(each)
-                    self.step.phases[each] = self.step.phase(member)
-            items = {member: 0} if len(wholes) == 1 else {
-                n: n.args[1] for n in member.users if n.target is operator.getitem}
-            self.of.update((item, (wholes[part], i)) for item, part in items.items())
-            self.done.add(member)
-            joined += items
-        return [user for node in joined for user in node.users]
+    def _rows_of(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        """Rule 4, what else reads a piece: that, read of its whole in front of `at`."""
+        family, piece = self.of[node]
+        with self.step.graph.inserting_before(at):
+            rows = self._view(at, family.whole, [*family.split.lead, *shape_of(family.whole)[1:]])
+            rows = self._call(at, aten.slice.Tensor, rows, family.split.dim, *family.split.ranges[piece])
+            return self._view(at, rows, list(shape_of(node)))
 
-    def _name(self, node: fx.Node) -> str:
-        return f"{self.of[node][0].name}[*]" if node in self.of else self.firsts[node].name
-
-    def _wholes(self, node: fx.Node, samples: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The results of a whole family, and what makes them in front of its first member `node`; none if PyTorch has no
-        rule for it."""
-        # The first of equal values: it is there wherever any of them is.
-        given = {a: self.of[a][0] if a in self.of else self.firsts[a] for a in node.all_input_nodes}
-
-        def one(*tensors: Tensor) -> Any:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(given, tensors)).__getitem__)
-            return node.target(*args, **kwargs)
-
-        values = [n.meta["val"] for n in given.values()]
-        # What is elementwise of one tensor is so on all samples, where there may be no rule (`prims.convert_element_type`).
-        itself = len(given) == 1 and (torch.Tag.pointwise in node.target.tags or node.target._schema.name in ELEMENTWISE)
-        batched = one if itself else torch.vmap(one, in_dims=tuple(0 if a in self.of else None for a in given))
-        try:
-            with values[0].fake_mode:
-                traced = make_fx(batched)(*values).graph
-        except Exception:  # of many kinds: no rule for this operator, or not for these operands
-            return [], []
-        if traced.find_nodes(op="get_attr") or traced.find_nodes(op="call_function", target=aten.stack.default):
-            return [], []  # without a rule it runs for one sample after the other
-        made = dict(zip(traced.find_nodes(op="placeholder"), given.values()))
-        with self.step.graph.inserting_before(node), values[0].fake_mode:
-            for inner in traced.nodes:
-                if inner.op != "call_function":
-                    continue
-                target, value = inner.target, inner.meta["val"]
-                args, kwargs = fx.map_arg((inner.args, inner.kwargs), made.__getitem__)
-                if target in FILLS or target is aten.expand.default and args[0].target is aten.full.default:
-                    # Neither reads the logits for their size nor, once for all samples, needs its rows.
-                    filled = args[2] if target is aten.new_full.default else args[0].args[1] if target is aten.expand.default else 0
-                    target, args = aten.full.default, (list(value.shape), filled)
-                    kwargs = {"dtype": value.dtype, "device": value.device}
-                made[inner] = self.step.call(node, target, *args, **kwargs)
-        wholes = [made[n] for n in traced.output_node().all_input_nodes]
-        new = [made[n] for n in traced.nodes if n.op == "call_function"]
-        self.done.update(new)
-        values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
-        same = len(wholes) == len(values) and all(_holds(n.meta["val"], samples, value) for n, value in zip(wholes, values))
-        return (wholes, new) if same else ([], [])
+    def _put(self, nodes: Sequence[fx.Node]) -> Family | None:
+        """The family whose pieces these are, all of them in order."""
+        family, _ = self.of.get(nodes[0], (None, 0))
+        if family is None or family.whole is None or [self.of.get(n) for n in nodes] != [(family, i) for i in range(len(family))]:
+            return None
+        return family
 
     def _put_together(self, node: fx.Node) -> None:
-        """Rule 2, what is stacked or one behind the other."""
+        """Rule 4, all pieces."""
         members, *dim = node.args
-        whole, _ = self.of.get(members[0], (None, 0))
-        if whole is None or dim not in ([], [0]) or [self.of.get(n) for n in members] != [
-                (whole, i) for i in range(_shape(whole)[0])]:
+        if (family := self._put(members)) is None:
             return
-        with self.step.graph.inserting_before(node):
-            whole = self._compact(whole)
-            if _shape(whole) != _shape(node):
-                whole = self.step.call(node, aten.view.default, whole, list(_shape(node)))
-        self.step.replace(node, whole)
+        along, shape = (dim[0] if dim else 0) % len(shape_of(node)), shape_of(node)
+        if along == family.split.dim and (self._is_all(node, family) or along == 0 and shape[0] == family.split.rows):
+            with self.step.graph.inserting_before(node):
+                self.step.replace(node, self._view(node, family.whole, list(shape)))
 
-    def _compact(self, whole: fx.Node) -> fx.Node:
-        """The same without gaps, as what is put together is."""
-        if whole.meta["val"].is_contiguous():
-            return whole
-        return self.step.call(whole, aten.clone.default, whole, memory_format=torch.contiguous_format)
+    def _is_all(self, node: fx.Node, family: Family) -> bool:
+        """Whether `node` has all rows of a family, in their dimensions."""
+        lead = family.split.lead
+        return shape_of(node)[:len(lead)] == lead and prod(shape_of(node)) == prod(shape_of(family.whole))
 
     def _add_up(self) -> None:
-        """Rule 2, sums of what is zero but for a member."""
-        sums: dict[fx.Node, tuple[dict, tuple]] = {}  # of each whole the members that are in a sum, and its other terms
+        """Rule 4, sums of what is zero but for a piece."""
+        sums: dict[fx.Node, tuple[dict[Family, set[int]], tuple]] = {}  # the pieces that are in a sum, and its other terms
         for node in list(self.step.computing()):
             if (placed := self._placed(node)) is not None:
                 sums[node] = {placed[0]: {placed[1]}}, ()
             elif node.target is aten.add.Tensor and not node.kwargs and any(a in sums for a in node.args):
                 (parts, others), (more, rest) = [sums.get(a, ({}, (a,))) for a in node.args]
-                if not any(parts.get(whole, set()) & which for whole, which in more.items()):
-                    sums[node] = {w: parts.get(w, set()) | more.get(w, set()) for w in (*parts, *more)}, (*others, *rest)
+                if not any(parts.get(family, set()) & which for family, which in more.items()):
+                    sums[node] = {f: parts.get(f, set()) | more.get(f, set()) for f in (*parts, *more)}, (*others, *rest)
             if node not in sums:
                 continue
             self.done.add(node)
-            wholes, others = sums[node]
-            if all(len(which) == _shape(whole)[0] for whole, which in wholes.items()):
-                total, *more = *wholes, *others
+            families, others = sums[node]
+            if all(len(which) == len(family) for family, which in families.items()):
                 with self.step.graph.inserting_before(node):
-                    total = self._compact(total)
+                    total, *more = *(self._view(node, family.whole, list(shape_of(node))) for family in families), *others
                     for term in more:
                         total = self.step.call(node, aten.add.Tensor, total, term)
                 node.replace_all_uses_with(total)
@@ -275,9 +378,11 @@ class _Families:
                     self.step.gradients.setdefault(total, self.step.gradients[node])
                 del sums[node]
 
-    def _placed(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """The whole, and which member of it, where `node` is that member in its place and zero elsewhere."""
-        member, dim, index = padded(node) or (None, 0, 0)
-        whole, which = self.of.get(member, (None, -1))
-        same = whole is not None and dim == 0 and index == which and _shape(node) == _shape(whole)
-        return (whole, which) if same else None
+    def _placed(self, node: fx.Node) -> tuple[Family, int] | None:
+        """The family, and which piece of it, where `node` is that in its place and zero elsewhere."""
+        member, *place = padded(node) or (None,)
+        family, piece = self.of.get(member, (None, 0))
+        if family is None:
+            return None
+        same = place == [family.split.dim, *family.split.ranges[piece]] and self._is_all(node, family)
+        return (family, piece) if same else None

@@ -21,7 +21,8 @@ shares. The rules, cited in the code:
    scale, clamp and average (`clip_grad_norm_`, `clip_grad_value_`, means of parameters).
 9. A ``sum`` that keeps the dimensions it sums over for nothing but a ``view`` without them drops
    them itself (the gradient of a bias: micro-batches then add up the same values in every one).
-10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5.
+10. A ``slice_scatter`` of a whole tensor (``x[:].copy_(y)``, traced) is a ``copy``, for rules 4 and 5; so is ``cat`` of one tensor
+    (a loop that happens to have one piece, and its gradient).
 11. Backward of a batch normalization by the batch's own statistics is given no running ones: it does not read them, and
     would keep their new values from forward on.
 12. A product with ones is a copy of its other factor, for rule 4: so is the gradient of what is summed up to the loss.
@@ -98,6 +99,8 @@ class Canonicalize(StepPass):
                 _drop_summed(step, node)
             elif node.target is aten.slice_scatter.default and _is_whole(node):  # rule 10
                 node.target, node.args, node.kwargs = aten.copy.default, node.args[:2], {}
+            elif node.target is aten.cat.default and len(node.args[0]) == 1 and _geometry(node) == _geometry(node.args[0][0]):
+                node.target, node.args, node.kwargs = aten.clone.default, (node.args[0][0],), {}  # rule 10
             elif _name(node) in BATCH_NORM_BACKWARD:
                 _drop_running_statistics(node)
             elif alone and node.target is aten.mul.Tensor and (other := _times_one(node)) is not None:  # rule 12

@@ -158,14 +158,14 @@ def _is_free(node: fx.Node) -> bool:
 
 def prepared(step: StepGraph) -> StepGraph:
     """Rules 1 and 2, in place."""
-    return computed_twice(plain_losses(slice_first(classes_last(loops_joined(step)))))
+    return computed_twice(plain_losses(slice_first(classes_last(loops_joined(plain_losses(step))))))
 
 
 def plain_losses(step: StepGraph) -> StepGraph:
     """Rule 1."""
     for node in step.graph.find_nodes(op="call_function", target=NLL):
         logs, targets, weight, reduction, ignored = node.args
-        if logs.meta["val"].dim() != 2:
+        if logs.meta["val"].dim() != 2 or reduction == 0 and not any(item.args[1] for item in node.users):
             continue
         with step.graph.inserting_before(node):
             counts = step.call(node, aten.ne.Scalar, targets, ignored)

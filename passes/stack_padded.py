@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from memopt_compile.liveness import no_workspace, timeline
-from memopt_compile.row_loops import padded
+from memopt_compile.row_splits import padded, shape_of
 from memopt_compile.step_graph import StepGraph
 from memopt_compile.step_pass import StepPass
 
@@ -79,13 +79,14 @@ def _sums(step: StepGraph) -> Iterator[Sum]:
         if not _adds(node) or _within(step, node) and _adds(next(iter(node.users))):
             continue
         terms = _terms(step, node)
-        places = {term: found for term in terms if _within(step, term) and (found := padded(term))}
-        for dim in dict.fromkeys(dim for _, dim, _ in places.values()):
+        places = {term: found for term in terms if _within(step, term) and (found := padded(term))
+                  and len(shape_of(found[0])) < len(shape_of(term))}
+        for dim in dict.fromkeys(dim for _, dim, *_ in places.values()):
             of: dict[int, list[fx.Node]] = defaultdict(list)
             others: list[fx.Node] = []
             behind: dict[int, int] = {}  # how many others come before the last of a member's
             for term in terms:
-                member, along, index = places.get(term, (None, None, None))
+                member, along, index, _ = places.get(term, (None,) * 4)
                 if along == dim:
                     of[index].append(member)
                     behind[index] = len(others)

@@ -58,6 +58,28 @@ def preference(found: Tensor, y: Tensor) -> Tensor:
     return -F.logsigmoid(0.1 * (better - worse)).mean()
 
 
+def by_halves(z: Tensor, y: Tensor) -> Tensor:
+    better, worse = (-entropy(a, b, reduction="none").view(b.shape).sum(-1) for a, b in zip(z.chunk(2), y.chunk(2)))
+    return -F.logsigmoid(0.1 * (better - worse)).mean()
+
+
+def some_tokens(z: Tensor, y: Tensor) -> Tensor:
+    """A part of each sample's tokens at a time, as torchtune has them."""
+    total = torch.zeros(())
+    for part, of in zip(z.chunk(8, 1), y.chunk(8, 1)):
+        total = total + entropy(part, of, reduction="sum")
+    return total / (y != -100).sum()
+
+
+def with_entropies(z: Tensor, y: Tensor) -> Tensor:
+    """Beside a loss of all rows the entropies of 128 at a time, as TRL has them; here with gradients, too."""
+    z, y = z[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1)
+    with torch.no_grad():
+        found = torch.cat([-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1) for rows in z.split(128)])
+    more = torch.cat([-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1) for rows in z.split(100)])
+    return (entropy(z, y, reduction="none") * (found > found.mean())).mean() - 0.01 * more.mean()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "next tokens": lambda z, y: entropy(z[:, :-1], y[:, 1:]),
     "smoothed": lambda z, y: entropy(z, y, label_smoothing=0.1),
@@ -71,6 +93,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "policy, shifted and scaled": lambda z, y: clipped(by_log_softmax(z[:, :-1] / 0.9, y[:, 1:]), y[:, 1:]),
     "policy, by logsumexp": lambda z, y: clipped(by_logsumexp(z, y), y),
     "preference, by logsumexp": lambda z, y: preference(by_logsumexp(z, y), y),
+    "preference, by halves": by_halves,
+    "some tokens at a time": some_tokens,
+    "some rows at a time": lambda z, y: sum(entropy(a, b, reduction="sum") for a, b in zip(
+        z.reshape(-1, CLASSES).split(100), y.reshape(-1).split(100))) / y.numel(),
+    "some samples' next tokens": lambda z, y: sum(entropy(a, b) for a, b in zip(z[:, :-1].split(2), y[:, 1:].split(2))),
+    "beside entropies of some rows": with_entropies,
     "each sample, weighted": lambda z, y: (torch.stack([entropy(a, b) for a, b in zip(z, y)]) * torch.arange(1, 5)).sum(),
 }
 

@@ -274,6 +274,12 @@ def test_a_scatter_over_all_of_a_tensor_is_what_it_scatters():
     assert "copy_(p0, sin_0)" in step.text() and step.op_counts()["slice_scatter"] == 1
 
 
+def test_one_tensor_put_together_is_that_tensor():
+    step = by_hand(lambda x: torch.cat([torch.cat([piece.sin() for piece in x.split(4)]).cos(), x[1:]]), ("x", doubles(4, 2)))
+    check(step, Canonicalize())
+    assert step.op_counts()["cat"] == 1
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_backward_of_a_batch_normalization_reads_the_statistics_that_it_uses(training):
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3, bias=False), torch.nn.BatchNorm2d(3)).double().train(training)
