@@ -50,7 +50,9 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # also PyTorch's own there: of 16 
 ON_A_GPU = (*LIBRARY, *PRODUCTS, "_efficient_attention", "_flash_attention", "native_layer_norm",
             "native_batch_norm", "_native_batch_norm", "native_group_norm", "_fused_rms_norm", "sum", "mean", "var", "std",
             "norm", "cumsum", "embedding_dense_backward", "index_put", "index_add", "scatter", "nll_loss", "_softmax",
-            "_log_softmax", "argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
+            "_log_softmax", "argmax", "argmin", "max", "min", "amax", "amin", "all", "any", "isinf", "isfinite", "ldexp")
+# Pointwise, but made of several kernels, with what the first make alive in between.
+COMPOSED = ("deg2rad", "float_power", "isfinite", "isinf", "ldexp", "mvlgamma", "native_dropout_backward", "rad2deg", "rrelu")
 ROOM = 0.5  # of the bytes that are free there
 
 # These go on until their numbers are small enough: they are run on numbers that have them go furthest.
@@ -188,12 +190,12 @@ def _is_view(target: Any) -> bool:
 
 
 def _only_writes(target: Any, args: Any, operands: list[Any]) -> bool:
-    """Whether `target` is pointwise and brings no operand to another dtype before it starts, scalars left out."""
-    if not isinstance(target, OPERATOR) or torch.Tag.pointwise not in target.tags:
+    """Whether `target` is one pointwise kernel and brings no operand to another dtype before it starts, scalars left out. Of
+    integers and masks it may: a quotient is of real numbers, and beside a number a mask becomes one of integers."""
+    if not isinstance(target, OPERATOR) or torch.Tag.pointwise not in target.tags or target._schema.name[6:].rstrip("_") in COMPOSED:
         return False
     dtypes = {t.dtype for t in operands if isinstance(t, Tensor) and t.dim()}
-    number = float in map(type, args) and not any(d.is_floating_point for d in dtypes)
-    return len(dtypes) <= 1 and not (number and dtypes)
+    return len(dtypes) <= 1 and all(d.is_floating_point or d.is_complex for d in dtypes)
 
 
 def _has_number(args: Any) -> bool:
