@@ -81,6 +81,7 @@ class _Families:
     def __init__(self, step: StepGraph, starts: dict[fx.Node, tuple[Family, int]]):
         self.step = step
         self.of = starts  # what each node is a piece of, and which
+        self.firsts: dict[fx.Node, fx.Node] = {}
         self.families: list[Family] = []  # in the order of their first members
         self.made: dict[tuple, fx.Node | None] = {}  # of the rows of all pieces, by these
         self.done: set[fx.Node] = set()  # what is dropped if nothing reads it
@@ -129,7 +130,7 @@ class _Families:
     def _grow_but(self, others: set[fx.Node]) -> None:
         known: dict[tuple, Family] = {}
         count: dict[tuple, int] = defaultdict(int)  # of what is alike, how many nodes of a piece there are so far
-        firsts = _firsts(self.step)
+        self.firsts = _firsts(self.step)
         for node in list(self.step.computing()):
             which = {(family.split, piece) for family, piece in (self.of[a] for a in node.all_input_nodes if a in self.of)}
             if node in self.of or node in others or len(which) != 1:
@@ -138,7 +139,7 @@ class _Families:
             node = self._plain(node, prod(split.part(piece)))
             if (how := self._rule(node, prod(split.part(piece)))) is None:
                 continue
-            tokens = tuple(self.of[a][0] if a in self.of else None if how.needs[a] == ROWS or is_number(node, a) else firsts[a]
+            tokens = tuple(self.of[a][0] if a in self.of else None if how.needs[a] == ROWS or is_number(node, a) else self.firsts[a]
                            for a in nodes_of(how))
             key = split, form_of(how), tokens
             count[key, piece] += 1
@@ -285,7 +286,7 @@ class _Families:
             if hows[0].needs[parts[0]] == ROWS:
                 make = functools.partial(self._together, numbers=[]) if prod(trail) > 1 else self._made_of_all
                 wholes[parts[0]] = make(like, split, parts)
-            elif len(set(parts)) == 1:
+            elif len({self.firsts.get(part, part) for part in parts}) == 1:
                 wholes[parts[0]] = parts[0]
         return self._on_all(like, first, hows[0], split, wholes) if None not in wholes.values() and len(wholes) == len(hows[0].needs) else None
 
