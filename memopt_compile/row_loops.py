@@ -34,8 +34,10 @@ from .ordering import is_collective, is_random
 from .row_splits import (
     CUTS,
     TOTAL,
+    VIEWS,
     Family,
     Split,
+    as_matrices,
     clash,
     cut_at,
     filled,
@@ -52,7 +54,7 @@ from .step_graph import OPERATOR, StepGraph, mutated_args
 
 aten = torch.ops.aten
 SHORT = (torch.bfloat16, torch.float16)
-ROUNDS = 4  # of looking for families
+ROUNDS = 8  # of looking for families
 
 
 def loops_joined(step: StepGraph) -> StepGraph:
@@ -60,7 +62,7 @@ def loops_joined(step: StepGraph) -> StepGraph:
     starts: dict[fx.Node, tuple[Family, int]] = {}
     for value, split, pieces in splits(step):
         family = Family(split, value)
-        starts |= {node: (family, piece) for node, piece in pieces.items()}
+        starts |= {node: (family, piece) for node, piece in as_matrices(split, pieces).items()}
     if starts:
         _Families(step, starts).join()
     return step
@@ -81,7 +83,7 @@ class _Families:
     def __init__(self, step: StepGraph, starts: dict[fx.Node, tuple[Family, int]]):
         self.step = step
         self.of = starts  # what each node is a piece of, and which
-        self.firsts: dict[fx.Node, fx.Node] = {}
+        self.firsts = _firsts(step)
         self.families: list[Family] = []  # in the order of their first members
         self.made: dict[tuple, fx.Node | None] = {}  # of the rows of all pieces, by these
         self.done: set[fx.Node] = set()  # what is dropped if nothing reads it
@@ -101,7 +103,7 @@ class _Families:
         for node in reversed(list(self.step.computing())):
             if node in self.of and node.users and isinstance(node.meta["val"], Tensor):
                 self.step.replace(node, self._rows_of(node, node))
-            elif not node.users and (node in self.of or node in self.done):
+            elif not node.users and (node in self.of or node in self.done or node.target in (*CUTS, *VIEWS)):
                 self.step.erase(node)
 
     def _begin(self) -> None:
@@ -130,7 +132,6 @@ class _Families:
     def _grow_but(self, others: set[fx.Node]) -> None:
         known: dict[tuple, Family] = {}
         count: dict[tuple, int] = defaultdict(int)  # of what is alike, how many nodes of a piece there are so far
-        self.firsts = _firsts(self.step)
         for node in list(self.step.computing()):
             which = {(family.split, piece) for family, piece in (self.of[a] for a in node.all_input_nodes if a in self.of)}
             if node in self.of or node in others or len(which) != 1:
@@ -139,7 +140,7 @@ class _Families:
             node = self._plain(node, prod(split.part(piece)))
             if (how := self._rule(node, prod(split.part(piece)))) is None:
                 continue
-            tokens = tuple(self.of[a][0] if a in self.of else None if how.needs[a] == ROWS or is_number(node, a) else self.firsts[a]
+            tokens = tuple(self.of[a][0] if a in self.of else None if how.needs[a] == ROWS or is_number(node, a) else self.firsts.get(a, a)
                            for a in nodes_of(how))
             key = split, form_of(how), tokens
             count[key, piece] += 1
@@ -340,10 +341,17 @@ class _Families:
             return None
         return family
 
+    def _piece(self, node: Any) -> fx.Node | None:
+        """The piece that `node` is, or is a view of."""
+        while node is not None and node not in self.of:
+            same = node.target in VIEWS and node.args[0].meta["val"].numel() == node.meta["val"].numel()
+            node = node.args[0] if same else None
+        return node
+
     def _put_together(self, node: fx.Node) -> None:
         """Rule 4, all pieces."""
         members, *dim = node.args
-        if (family := self._put(members)) is None:
+        if (family := self._put([self._piece(n) for n in members])) is None:
             return
         along, shape = (dim[0] if dim else 0) % len(shape_of(node)), shape_of(node)
         if along == family.split.dim and (self._is_all(node, family) or along == 0 and shape[0] == family.split.rows):
@@ -382,7 +390,7 @@ class _Families:
     def _placed(self, node: fx.Node) -> tuple[Family, int] | None:
         """The family, and which piece of it, where `node` is that in its place and zero elsewhere."""
         member, *place = padded(node) or (None,)
-        family, piece = self.of.get(member, (None, 0))
+        family, piece = self.of.get(self._piece(member), (None, 0))
         if family is None:
             return None
         same = place == [family.split.dim, *family.split.ranges[piece]] and self._is_all(node, family)

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 CUTS = (aten.slice.Tensor, aten.select.int)
 PADDED = {aten.slice_backward.default: 0, aten.select_backward.default: 0,  # and where what they pad is
           aten.slice_scatter.default: 1, aten.select_scatter.default: 1}
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)  # or copies in another order
 TOTAL = 6  # the argument of `nll_loss_backward` that a loss for each target has no use for
 
 
@@ -126,6 +127,23 @@ def splits(step: StepGraph) -> Iterator[tuple[fx.Node, Split, dict[fx.Node, int]
                     pieces.update(which)
                     yield value, split, which
             stack += [user for user in users if user not in pieces]
+
+
+def as_matrices(split: Split, pieces: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """What is made of `pieces` as matrices of rows, if nothing else is made of any: a dimension of length 1 is none of the rows then
+    (the last token, where there are two in every other piece). Else `pieces`."""
+    found: dict[fx.Node, int] = {}
+    for start, piece in pieces.items():
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if shape_of(node) == (prod(split.part(piece)), shape_of(start)[-1]):
+                found[node] = piece
+            elif all(user.target in VIEWS and user.meta["val"].numel() == start.meta["val"].numel() for user in node.users):
+                stack += node.users
+            else:
+                return pieces
+    return found
 
 
 def _splits(rows: tuple[int, ...], dim: int, ranges: set[tuple[int, int]]) -> Iterator[Split]:

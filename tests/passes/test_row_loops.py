@@ -78,6 +78,8 @@ LOSSES = {
     "uneven means": lambda z, y: sum(F.cross_entropy(a, b) for a, b in zip(rows(z).split([3, 11, 10]), rows(y).split([3, 11, 10]))),
     "shifted slices": lambda z, y: sum(
         F.cross_entropy(rows(a), rows(b), label_smoothing=0.1) for a, b in zip(z[:, :-1].split(2), y[:, 1:].split(2))),
+    "one token left": lambda z, y: sum(
+        F.cross_entropy(rows(a), rows(b), reduction="sum") for a, b in zip(z[:, :-1].split(2, 1), y[:, 1:].split(2, 1))),
     "entropies beside it": entropies,
     "a teacher's": lambda z, y: sum(F.kl_div(a.log_softmax(-1), torch.sin(a.detach()).softmax(-1), reduction="sum")
                                     for a in rows(z).split(5)) / y.numel(),
