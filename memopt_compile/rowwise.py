@@ -10,7 +10,7 @@ parts of the rows add up to its value. `rule` knows these families, and None for
 3. views and fills that keep the rows in front: row by row; the transpose of a matrix has them last;
 4. `mm(rows, w)` and `addmm(bias, rows, w)`: row by row;
 5. `mm(columns, rows)`, and `sum` over all rows: a sum over rows;
-6. the loss of each target by its number (`nll_loss`), and its gradient: row by row.
+6. the loss of each target by its number (`nll_loss`), and its gradient: row by row; so are losses of each number.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ ALONG = {
     "aten::_softmax": 1, "aten::_log_softmax": 1, "aten::_softmax_backward_data": 2,
     "aten::_log_softmax_backward_data": 2, "aten::gather": 1, "aten::scatter": 1,
     "aten::scatter_add": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::slice": 1,
-    "aten::select": 1, "aten::select_scatter": 2,
+    "aten::select": 1, "aten::select_scatter": 2, "aten::max": 1, "aten::min": 1, "aten::topk": 2, "aten::sort": 1,
 }
+# Losses of each number and their gradients, elementwise without a reduction, which is this argument.
+OF_EACH = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::huber_loss": 2, "aten::soft_margin_loss": 2,
+           "aten::binary_cross_entropy": 3, "aten::mse_loss_backward": 3, "aten::smooth_l1_loss_backward": 3,
+           "aten::huber_loss_backward": 3, "aten::soft_margin_loss_backward": 3, "aten::binary_cross_entropy_backward": 4}
 SIZED = {"aten::view": 1, "aten::reshape": 1, "aten::_unsafe_view": 1, "aten::expand": 1,
          "aten::full": 0, "aten::new_zeros": 1, "aten::new_full": 1}
 RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
@@ -111,11 +115,17 @@ def rule(node: fx.Node, known: Mapping[fx.Node, str], rows: int) -> Rule | None:
         found = _along(node, rows)
     elif name.startswith("aten::nll_loss"):
         found = _loss(node, rows)
-    elif torch.Tag.pointwise in target.tags or name in ELEMENTWISE:
+    elif torch.Tag.pointwise in target.tags or name in ELEMENTWISE or name in OF_EACH and reduction_of(node) == UNREDUCED:
         found = _elementwise(node, rows)
     else:
         return None
     return found if found and _agrees(found, known) else None
+
+
+def reduction_of(node: fx.Node) -> int:
+    """Of a loss of each number, or of its gradient."""
+    place = OF_EACH[node.target._schema.name]
+    return node.args[place] if len(node.args) > place else 1
 
 
 def _agrees(found: Rule, known: Mapping[fx.Node, str]) -> bool:
@@ -150,15 +160,16 @@ def _along(node: fx.Node, rows: int) -> Rule | None:
     value = _value(node.args[0])
     front = lead(value, rows)
     operands = node.all_input_nodes
-    if front is None or not isinstance(_value(node), Tensor) or any(
+    if front is None or not isinstance(_value(node), Tensor | tuple) or any(
             lead(_value(o), rows) != front for o in operands):
         return None
     needs = dict.fromkeys(operands, ROWS)
     if node.target is aten.sum.default:
         return Rule(SUM, needs, node.target, node.args, node.kwargs)
     place = ALONG[node.target._schema.name]
-    given = node.args[place] if len(node.args) > place else None
-    if given is None or given == []:
+    last = -1 if node.target in (aten.topk.default, aten.sort.default) else None
+    given = node.args[place] if len(node.args) > place else last
+    if given is None or given == [] or isinstance(given, fx.Node):
         return None
     several = isinstance(given, list | tuple)
     # Counted from the end, dimensions are the same with any number of them in front.

@@ -6,7 +6,7 @@ the loss is, so that every row can go from its hidden state to the gradient of t
 
 1. A mean or sum of `nll_loss` becomes one loss for each target, summed up and divided by the number
    of targets that count, or by the sum of their class weights: neither needs logits. So becomes one of
-   `binary_cross_entropy_with_logits`, and any mean a sum.
+   `binary_cross_entropy_with_logits` or `huber_loss`, and any mean a sum. Gradients of such losses (`mse_loss`) are of each number.
 2. Loops over the samples are joined (`row_loops`). Classes in the middle go last (`row_classes`); logits of rows that nobody
    reads (a shift against the targets) are not made (`row_slices`); where a row's gradient depends on all rows, logits are
    computed twice (`row_twice`).
@@ -33,6 +33,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +46,19 @@ from memopt_compile.row_loops import loops_joined
 from memopt_compile.row_regions import Region, region_of, regions
 from memopt_compile.row_slices import slice_first
 from memopt_compile.row_twice import computed_twice
-from memopt_compile.rowwise import COLUMNS, ROWS, SIZE, SUM, WHOLE, Rule, lead
+from memopt_compile.rowwise import (
+    COLUMNS,
+    OF_EACH,
+    ROWS,
+    SIZE,
+    SUM,
+    WHOLE,
+    Rule,
+    lead,
+    reduction_of,
+)
 from memopt_compile.step_graph import (
+    OPERATOR,
     Phase,
     StepGraph,
     first_stale_read,
@@ -190,11 +202,20 @@ def plain_losses(step: StepGraph) -> StepGraph:
                 for user in users:
                     user.replace_input_with(item, loss)
     for node in step.graph.find_nodes(op="call_function", target=BINARY):
-        *given, reduction = (*node.args, *(None, None, 1)[len(node.args) - 2:])
-        if reduction and not node.kwargs:
-            with step.graph.inserting_before(node):
-                each = step.call(node, BINARY, *given, 0)
-                step.replace(node, step.call(node, (aten.mean.default, aten.sum.default)[reduction - 1], each))
+        *given, how = (*node.args, *(None, None, 1)[len(node.args) - 2:])
+        if how and not node.kwargs:
+            _reduce_later(step, node, [*given, 0], how)
+    for node in list(step.computing()):
+        if isinstance(node.target, OPERATOR) and node.target._schema.name in OF_EACH and (how := reduction_of(node)):
+            place, shape = OF_EACH[node.target._schema.name], list(node.meta["val"].shape)
+            args = [*node.args, *[None] * (place + 1 - len(node.args))]
+            args[place] = 0
+            if not node.target._schema.name.endswith("backward"):
+                _reduce_later(step, node, args, how)
+            elif all(type(size) is int for size in shape):
+                with step.graph.inserting_before(node):
+                    each = step.call(node, aten.div.Tensor, args[0], prod(shape)) if how == 1 else args[0]
+                    node.args = (step.call(node, aten.expand.default, each, shape), *args[1:])
     for node in step.graph.find_nodes(op="call_function", target=aten.mean.default):
         count, dtype = node.args[0].meta["val"].numel(), node.meta["val"].dtype
         if type(count) is int:
@@ -203,6 +224,13 @@ def plain_losses(step: StepGraph) -> StepGraph:
                 mean = step.call(node, aten.div.Tensor, total, count)
                 step.replace(node, step.call(node, aten._to_copy.default, mean, dtype=dtype) if dtype in SHORT else mean)
     return step
+
+
+def _reduce_later(step: StepGraph, node: fx.Node, args: Iterable[Any], how: int) -> None:
+    """A loss with `args`, of each number, and its mean (1) or sum (2) in place of `node`."""
+    with step.graph.inserting_before(node):
+        each = step.call(node, node.target, *args)
+        step.replace(node, step.call(node, (aten.mean.default, aten.sum.default)[how - 1], each))
 
 
 class _Chunks:

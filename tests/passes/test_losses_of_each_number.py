@@ -1,0 +1,24 @@
+"""Losses of each logit, not of a target's alone: the gradient of each is known by itself."""
+
+import pytest
+import torch.nn.functional as F
+from test_chunk_logits import VOCABULARY, chunk, loss_layer, widest
+
+
+def best(logits):
+    """What a teacher says of the likeliest classes alone."""
+    values, classes = logits.detach().topk(3)
+    return -(logits.log_softmax(-1).gather(-1, classes) * values.softmax(-1)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("loss_of", [
+    lambda z, y: F.mse_loss(z, z.detach().sin()), lambda z, y: F.mse_loss(z, z.detach().sin(), reduction="sum"),
+    lambda z, y: F.huber_loss(z, z.detach().sin(), delta=0.3), lambda z, y: F.smooth_l1_loss(z, z.detach().sin()),
+    lambda z, y: F.soft_margin_loss(z, z.detach().sign()),
+    lambda z, y: F.binary_cross_entropy(z.sigmoid(), z.detach().cos().sigmoid()), lambda z, y: best(z),
+    lambda z, y: (z.max(-1).values.exp() + z.sort(-1, descending=True).values[..., 1]).square().mean()],
+    ids=["mse", "sum", "huber", "smooth", "margin", "binary", "topk", "sort"])
+def test_of_each_number(loss_of):
+    step = loss_layer(loss_of, shape=(24,))
+    before, after = chunk(step)
+    assert after < 0.8 * before and widest(step) < 24 * VOCABULARY
