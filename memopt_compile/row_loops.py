@@ -49,11 +49,10 @@ from .row_splits import (
     shape_of,
     splits,
 )
-from .rowwise import ROWS, SIZE, Rule, lead, rule
+from .rowwise import ROWS, SHORT, SIZE, Rule, lead, rule
 from .step_graph import OPERATOR, StepGraph, mutated_args
 
 aten = torch.ops.aten
-SHORT = (torch.bfloat16, torch.float16)
 ROUNDS = 8  # of looking for families
 
 

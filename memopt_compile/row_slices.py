@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .ordering import is_random
+from .row_splits import cut_at, shape_of
 from .rowwise import PRODUCTS
 from .step_graph import OPERATOR, Phase, StepGraph, mutated_args
 
@@ -68,33 +68,16 @@ class Chain:
     slices: dict[fx.Node, fx.Node]  # and the one of `through` that each is of
 
 
-def _shape(node: Any) -> tuple:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
 def _static(*nodes: fx.Node) -> bool:
-    return all(type(size) is int for node in nodes for size in _shape(node))
+    return all(type(size) is int for node in nodes for size in shape_of(node))
 
 
 def _cut(node: fx.Node) -> tuple | None:
     """Dimension, begin and end of a slice of rows or of its gradient; None if it is not one."""
-    if node.target is aten.slice.Tensor:
-        dimension, begin, end, by = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1:])
-        shape = _shape(node.args[0])
-    elif node.target is aten.slice_backward.default:
-        (shape, dimension, begin, end), by = node.args[1:5], node.args[5]
-    elif node.target is aten.slice_scatter.default and _is_zeros(node.args[0]):  # the same on Inductor
-        dimension, begin, end, by = (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2:])
-        shape = _shape(node)
-    else:
+    if node.target is not aten.slice.Tensor and node.target not in PADDED or (found := cut_at(node)) is None:
         return None
-    numbers = all(type(n) is int for n in (dimension, begin or 0, end or 0, by))
-    if not numbers or not _static(node, node.args[0]) or by != 1 or len(shape) < 3:
-        return None
-    begin, end, _ = slice(begin, end).indices(shape[dimension])
-    dimension %= len(shape)
-    return (dimension, begin, end) if dimension < len(shape) - 1 and begin < end else None
+    shape = shape_of(node.args[0] if node.target is aten.slice.Tensor else node)
+    return found if 3 <= len(shape) > found[0] + 1 else None
 
 
 def _is_zeros(node: fx.Node) -> bool:
@@ -103,14 +86,14 @@ def _is_zeros(node: fx.Node) -> bool:
 
 def _elementwise(node: fx.Node, value: fx.Node) -> bool:
     """Whether `node` is made of each number of `value` by itself, and of nothing else that is a tensor."""
-    return (isinstance(node.target, OPERATOR) and _shape(node) == _shape(value) and node.all_input_nodes == [value]
+    return (isinstance(node.target, OPERATOR) and shape_of(node) == shape_of(value) and node.all_input_nodes == [value]
             and (torch.Tag.pointwise in node.target.tags or node.target in CASTS)
             and not is_random(node) and not mutated_args(node))
 
 
 def _keeps_zeros(node: fx.Node, value: fx.Node) -> bool:
     if node.target is aten.tanh_backward.default:
-        return node.args[0] is value and node.args[1] is not value and _shape(node.args[1]) == _shape(value)
+        return node.args[0] is value and node.args[1] is not value and shape_of(node.args[1]) == shape_of(value)
     return _elementwise(node, value) and (node.target in (*CASTS, aten.neg.default) or (
         node.target in SCALES and node.args[0] is value))
 
@@ -118,10 +101,10 @@ def _keeps_zeros(node: fx.Node, value: fx.Node) -> bool:
 def _padded(node: fx.Node) -> Padded | None:
     if node.target not in PADDED or _cut(node) is None:
         return None
-    through, shape = [node], _shape(node)
+    through, shape = [node], shape_of(node)
     while len(through[-1].users) == 1:
         (user,) = through[-1].users
-        if user.target in VIEWS and _shape(user) == (prod(shape[:-1]), shape[-1]):
+        if user.target in VIEWS and shape_of(user) == (prod(shape[:-1]), shape[-1]):
             readers = list(user.users)
             if readers and all(_product_of(r, user) for r in readers):
                 return Padded(tuple(through), user)
@@ -134,12 +117,12 @@ def _padded(node: fx.Node) -> Padded | None:
 
 def _product_of(reader: fx.Node, matrix: fx.Node) -> str | None:
     """How `reader` reads the rows of `matrix`, wide as it is: "rows", "columns", "sum"; None for another way."""
-    width = _shape(matrix)[1]
+    width = shape_of(matrix)[1]
     if reader.target is aten.mm.default and reader.args[0] is matrix and reader.args[1] is not matrix:
-        return "rows" if _static(reader) and _shape(reader)[1] < width else None
-    if reader.target in TURNED and _shape(reader) == _shape(matrix)[::-1] and reader.args[1:] in ((), ([1, 0],)):
+        return "rows" if _static(reader) and shape_of(reader)[1] < width else None
+    if reader.target in TURNED and shape_of(reader) == shape_of(matrix)[::-1] and reader.args[1:] in ((), ([1, 0],)):
         alike = reader.users and all(u.target is aten.mm.default and u.args[0] is reader and u.args[1] is not reader
-                                     and _static(u) and _shape(u)[1] < width for u in reader.users)
+                                     and _static(u) and shape_of(u)[1] < width for u in reader.users)
         return "columns" if alike else None
     if reader.target is aten.sum.dim_IntList and list(reader.args[1]) == [0]:
         return "sum"
@@ -153,13 +136,13 @@ def _chains(product: fx.Node) -> list[Chain]:
     left = product.args[PRODUCTS[product.target]]
     if not _static(product, left, *product.users):  # first: a symbolic size has no hash
         return []
-    shapes = {_shape(view) if view.target in VIEWS else None for view in product.users}
+    shapes = {shape_of(view) if view.target in VIEWS else None for view in product.users}
     if len(shapes) > 1 or None in shapes:
         return []
     (shape,) = shapes
-    if len(shape) < 3 or shape[-1] != _shape(product)[1] or shape[-1] <= _shape(left)[1]:
+    if len(shape) < 3 or shape[-1] != shape_of(product)[1] or shape[-1] <= shape_of(left)[1]:
         return []
-    if product.target is aten.addmm.default and (product.kwargs or _shape(product.args[0]) != shape[-1:]):
+    if product.target is aten.addmm.default and (product.kwargs or shape_of(product.args[0]) != shape[-1:]):
         return []
     found = [_chain(view) for view in product.users]
     cuts = {_cut(each) for chain in found if chain for each in chain.slices}
@@ -190,7 +173,7 @@ class _Rewrite:
     def unpad(self, padded: Padded) -> None:
         """Rule 1."""
         step, (start, *rest), matrix = self.step, padded.through, padded.matrix
-        cut, shape = _cut(start), _shape(start)
+        cut, shape = _cut(start), shape_of(start)
         with step.graph.inserting_before(matrix):
             value = start.args[PADDED[start.target]]
             for node in rest:
@@ -202,9 +185,9 @@ class _Rewrite:
             if how == "rows":
                 with step.graph.inserting_before(reader):
                     made = step.call(reader, reader.target, value, reader.args[1])
-                    less = [*_shape(start.args[PADDED[start.target]])[:-1], _shape(reader)[1]]
+                    less = [*shape_of(start.args[PADDED[start.target]])[:-1], shape_of(reader)[1]]
                     made = self._pad(reader, start, step.call(reader, aten.view.default, made, less))
-                    made = step.call(reader, aten.view.default, made, list(_shape(reader)))
+                    made = step.call(reader, aten.view.default, made, list(shape_of(reader)))
                 step.replace(reader, made)
             elif how == "columns":
                 for product in list(reader.users):
@@ -223,7 +206,7 @@ class _Rewrite:
 
     def _pad(self, like: fx.Node, start: fx.Node, value: fx.Node) -> fx.Node:
         """`value` with zeros for the rows that `start` has zeros for."""
-        shape, cut = [*_shape(start)[:-1], _shape(value)[-1]], _cut(start)
+        shape, cut = [*shape_of(start)[:-1], shape_of(value)[-1]], _cut(start)
         if start.target is aten.slice_backward.default:
             return self.step.call(like, start.target, value, shape, *cut, 1)
         zeros = self.step.graph.node_copy(start.args[0])
@@ -235,7 +218,7 @@ class _Rewrite:
     def cut(self, product: fx.Node, chains: list[Chain]) -> None:
         """Rule 2."""
         step, position = self.step, PRODUCTS[product.target]
-        cut, shape = _cut(next(iter(chains[0].slices))), list(_shape(chains[0].through[0]))
+        cut, shape = _cut(next(iter(chains[0].slices))), list(shape_of(chains[0].through[0]))
         args = list(product.args)
         args[position] = self._kept(args[position], tuple(shape[:-1]), cut, product)
         with step.graph.inserting_before(product):
@@ -264,18 +247,18 @@ class _Rewrite:
             forward = [n for n in hidden.users if n.target in PRODUCTS and self.step.phase(n) is Phase.FORWARD]
             at = min([*forward, reader]) if forward else reader
             with self.step.graph.inserting_before(at):
-                rows = self.step.call(at, aten.view.default, hidden, [*lead, _shape(hidden)[1]])
+                rows = self.step.call(at, aten.view.default, hidden, [*lead, shape_of(hidden)[1]])
                 rows = self.step.call(at, aten.slice.Tensor, rows, *cut)
                 self.kept[key] = self._matrix(at, rows)
         return self.kept[key]
 
     def _matrix(self, like: fx.Node, value: fx.Node) -> fx.Node:
         """`value` [.., D] as a matrix of its rows, copied where it has to be."""
-        if value.target in VIEWS and _shape(value.args[0]) == (prod(_shape(value)[:-1]), _shape(value)[-1]):
+        if value.target in VIEWS and shape_of(value.args[0]) == (prod(shape_of(value)[:-1]), shape_of(value)[-1]):
             return value.args[0]
         if not value.meta["val"].is_contiguous():
             value = self.step.call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
-        return self.step.call(like, aten.view.default, value, [prod(_shape(value)[:-1]), _shape(value)[-1]])
+        return self.step.call(like, aten.view.default, value, [prod(shape_of(value)[:-1]), shape_of(value)[-1]])
 
 
 def _copies(node: fx.Node) -> bool:

@@ -34,6 +34,8 @@ aten = torch.ops.aten
 WHOLE, COLUMNS, ROWS = "whole", "columns", "rows"
 SUM = "sum"  # of a value: parts add up to it
 
+SHORT = (torch.bfloat16, torch.float16)  # whose sums are of float32
+
 SIZE = "rows here"  # stands in arguments for the number of rows
 
 # Elementwise, but not tagged so: by name, because some are only registered once Inductor is imported.
@@ -51,7 +53,7 @@ ALONG = {
 }
 # Losses of each number and their gradients, elementwise without a reduction, which is this argument.
 OF_EACH = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::huber_loss": 2, "aten::soft_margin_loss": 2,
-           "aten::binary_cross_entropy": 3, "aten::mse_loss_backward": 3, "aten::smooth_l1_loss_backward": 3,
+           "aten::binary_cross_entropy": 3, "aten::binary_cross_entropy_with_logits": 4, "aten::mse_loss_backward": 3, "aten::smooth_l1_loss_backward": 3,
            "aten::huber_loss_backward": 3, "aten::soft_margin_loss_backward": 3, "aten::binary_cross_entropy_backward": 4}
 SIZED = {"aten::view": 1, "aten::reshape": 1, "aten::_unsafe_view": 1, "aten::expand": 1,
          "aten::full": 0, "aten::new_zeros": 1, "aten::new_full": 1}

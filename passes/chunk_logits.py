@@ -50,6 +50,7 @@ from memopt_compile.rowwise import (
     COLUMNS,
     OF_EACH,
     ROWS,
+    SHORT,
     SIZE,
     SUM,
     WHOLE,
@@ -67,8 +68,7 @@ from memopt_compile.step_graph import (
 from memopt_compile.step_pass import Numerics, StepPass
 
 aten = torch.ops.aten
-NLL, BINARY = aten.nll_loss_forward.default, aten.binary_cross_entropy_with_logits.default
-SHORT = (torch.bfloat16, torch.float16)
+NLL = aten.nll_loss_forward.default
 REMEMBERED = 20  # steps
 
 
@@ -201,17 +201,15 @@ def plain_losses(step: StepGraph) -> StepGraph:
                         loss = step.call(node, aten.div.Tensor, loss, count)
                 for user in users:
                     user.replace_input_with(item, loss)
-    for node in step.graph.find_nodes(op="call_function", target=BINARY):
-        *given, how = (*node.args, *(None, None, 1)[len(node.args) - 2:])
-        if how and not node.kwargs:
-            _reduce_later(step, node, [*given, 0], how)
     for node in list(step.computing()):
         if isinstance(node.target, OPERATOR) and node.target._schema.name in OF_EACH and (how := reduction_of(node)):
             place, shape = OF_EACH[node.target._schema.name], list(node.meta["val"].shape)
             args = [*node.args, *[None] * (place + 1 - len(node.args))]
             args[place] = 0
             if not node.target._schema.name.endswith("backward"):
-                _reduce_later(step, node, args, how)
+                with step.graph.inserting_before(node):
+                    each = step.call(node, node.target, *args)
+                    step.replace(node, step.call(node, (aten.mean.default, aten.sum.default)[how - 1], each))
             elif all(type(size) is int for size in shape):
                 with step.graph.inserting_before(node):
                     each = step.call(node, aten.div.Tensor, args[0], prod(shape)) if how == 1 else args[0]
@@ -224,13 +222,6 @@ def plain_losses(step: StepGraph) -> StepGraph:
                 mean = step.call(node, aten.div.Tensor, total, count)
                 step.replace(node, step.call(node, aten._to_copy.default, mean, dtype=dtype) if dtype in SHORT else mean)
     return step
-
-
-def _reduce_later(step: StepGraph, node: fx.Node, args: Iterable[Any], how: int) -> None:
-    """A loss with `args`, of each number, and its mean (1) or sum (2) in place of `node`."""
-    with step.graph.inserting_before(node):
-        each = step.call(node, node.target, *args)
-        step.replace(node, step.call(node, (aten.mean.default, aten.sum.default)[how - 1], each))
 
 
 class _Chunks:
