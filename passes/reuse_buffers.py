@@ -18,7 +18,9 @@ runs on the same values. The numbered rules are cited in the code.
 6. A ``copy_`` of a value onto the place where it already is goes.
 7. ``addmm`` takes the buffer of what it adds its product to, and no other; ``index_add``, ``index_put`` and
    the scatters that of what they write to. No other operand may live there.
-8. `of_gradients` only: sums and updates of gradients that are complete, not what passes still have to recognize.
+8. `of_gradients` only: sums and updates of gradients that are complete, not what passes still have to recognize. Where a
+   parameter is updated between two backwards too, which is no update by its phase, neither is written: the later one would
+   take the parameter's place, and then no pass behind could put the first one there.
 9. `of_backward` only: operators of backward, into what backward made and forward never reads. So a plan, which moves forward's
    values alone, finds what is left to it.
 """
@@ -38,6 +40,7 @@ from memopt_compile.compat.sizes import polynomial
 from memopt_compile.lowering.writing import writing_form
 from memopt_compile.step_graph import (
     Phase,
+    Role,
     StepGraph,
     mutated_args,
     op_name,
@@ -131,9 +134,10 @@ class ReuseBuffers(StepPass):
     def run(self, step: StepGraph, costs: Any = None) -> None:
         _split_fma(step)
         buffers = _Buffers(step, self.of_backward)
+        chosen = _updates(step) if self.of_gradients else None
         for node in list(step.computing()):
             phase = step.phase(node)
-            if self.of_gradients and phase is not Phase.UPDATE and step.gradients.keys().isdisjoint((node, *node.all_input_nodes)):
+            if chosen is not None and node not in chosen:
                 continue
             if self.of_backward and phase is not Phase.BACKWARD:
                 continue
@@ -141,6 +145,24 @@ class ReuseBuffers(StepPass):
                 buffers.write_back(step, node)
             elif _is_pointwise(node) or node.target in INTO_THE_FIRST:
                 buffers.reuse(node)
+
+
+def _updates(step: StepGraph) -> set[fx.Node]:
+    """Rule 8."""
+    chosen = {n for n in step.computing() if step.phase(n) is Phase.UPDATE
+              or not step.gradients.keys().isdisjoint((n, *n.all_input_nodes))}
+    kept = {i.name for i in step.inputs if i.role in (Role.PARAMETER, Role.STATE)}
+    for copy in [n for n in chosen if n.target is aten.copy_.default and n.args[0].name in kept]:
+        chain, stack = set(), [copy]
+        while stack:
+            node = stack.pop()
+            if node is copy or (node not in chain and node not in step.gradients and _is_pointwise(node)
+                                and _geometry(node) == _geometry(copy)):
+                chain.add(node)
+                stack.extend(node.all_input_nodes)
+        if not chain <= chosen:
+            chosen -= chain
+    return chosen
 
 
 def _split_fma(step: StepGraph) -> None:

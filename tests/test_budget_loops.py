@@ -185,3 +185,34 @@ def test_a_plan_knows_what_parts_of_the_logits_come_to(share):
     report = memopt.explain(step, x, lowering="eager", memory_budget=budget)
     assert "chunk_logits" in {p.name for p in report.passes if p.op_changes} and report.plan.again
     assert report.plan.peak_bytes == report.predicted_peak_bytes - report.resident_bytes
+
+
+def test_a_budget_is_no_worse_than_none_where_a_parameter_is_updated_twice():
+    def made():
+        torch.manual_seed(0)
+        model, batch, loss = texts()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        x, y = batch(2)
+
+        def step():
+            for _ in range(2):
+                loss(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return model, step
+
+    peaks, parameters = [], []
+    for options in ({}, {"memory_budget": "1GiB"}):
+        model, step = made()
+        compiled = memopt.compile(step, lowering="eager", **options)
+        compiled()
+        report = memopt.report(compiled)
+        assert report.predicted_peak_bytes == report.measured_peak_bytes
+        peaks.append(report.predicted_peak_bytes)
+        parameters.append([p.detach() for p in model.parameters()])
+    model, step = made()
+    step()
+    for found in parameters:
+        assert all(map(torch.equal, found, model.parameters()))
+    assert peaks[1] <= peaks[0]
