@@ -124,5 +124,5 @@ if __name__ == "__main__":
         with ranks(options.zero) as (rank, mesh):
             run(options, rank, mesh)
         if options.compare:
-            compare([sys.executable, *sys.argv], share=None if options.budget else 0.5,
-                    svg=options.svg)
+            share = 0.75 if options.quick else 0.5  # of a small model less is refused
+            compare([sys.executable, *sys.argv], share=None if options.budget else share, svg=options.svg)

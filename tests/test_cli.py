@@ -8,6 +8,7 @@ import pytest
 
 from memopt_compile.__main__ import main
 from memopt_compile.backends.inductor import compiler_available
+from memopt_compile.bench import compare
 
 SCRIPT = '''
 import torch
@@ -118,6 +119,18 @@ def test_bench(script, compiler):
     table = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | compiler).stdout
     assert "predicted MiB" in table and "+0.00%" in table
     assert ("torch.compile" in table) is (compiler_available() and not compiler)
+
+
+def test_a_comparison_goes_on_without_what_a_budget_refuses(capsys):
+    """Of processes that only say what `answer` says."""
+    said = ("import json, sys\n"
+            "one = {'first': 1.0, 'peak': 2 * 2**20, 'live': [0, 2 * 2**20]}\n"
+            "print(json.dumps({'refused': 'the smallest peak is 3 MiB'} if '--budget' in sys.argv else one), flush=True)\n"
+            "for _ in sys.stdin: print([0.5], flush=True)")
+    compare([sys.executable, "-c", said], {"eager": ()}, share=0.5)
+    printed = capsys.readouterr().out
+    assert "memopt, budget 1.00 MiB is refused: the smallest peak is 3 MiB" in printed
+    assert [line.split() for line in printed.splitlines() if line.lstrip().startswith("eager")] == [["eager", "2.00", "1.000", "500", "1.0"]]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["explain", "x", "-o", "y"]])

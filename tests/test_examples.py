@@ -81,7 +81,8 @@ def test_gpt_learns_and_its_comparison_is_one_table_and_a_picture(tmp_path):
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines()
             if line.lstrip().startswith(("eager ", "torch.compile ", "memopt "))}
     assert rows.keys() == {"eager", "memopt"}
-    assert re.search(r"^memopt, budget .+ is refused: the smallest peak found, .+ is 2\.", output, flags=re.MULTILINE)
+    kept = re.search(r"^ *memopt, budget ([\d.]+) MiB +([\d.]+) ", output, flags=re.MULTILINE)
+    assert kept and float(kept[2]) <= float(kept[1])
     assert float(rows["memopt"][0]) <= float(rows["eager"][0])
     assert abs(float(rows["memopt"][3].rstrip("%"))) <= 1.0
 

@@ -220,7 +220,7 @@ def resuming_elsewhere(model, opt, x, y):
 @pytest.mark.parametrize("body", [
     counting, listing, numbering, iterating, remembering, on_an_object, asking_which, two_back,
     swapping, one_backward, yielding, resuming, resuming_elsewhere])
-@pytest.mark.table(2)
+@pytest.mark.table(3)
 def test_what_python_remembers_unrolls(body, caplog):
     expected, parameters = outcome(body)
     got, mine = outcome(body, memopt_eager())

@@ -52,7 +52,7 @@ LINE = re.compile(r"(\w+\.py):(\d+)(?: `(.+?)`)?: not captured whole: .+\. It ru
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
-@pytest.mark.table(4)
+@pytest.mark.table(6)
 def test_row(name):
     check(rows.ROWS[name], graphs=GRAPHS.get(name, 2), until=UNTIL.get(name, 2))
 

@@ -27,7 +27,7 @@ RUNS = "rank 0 runs the step test_between_steps.py"
 def alone(rank, ranks, replicas=1):
     """Rank 0 goes on with the next step, or compiles another one; the last does something else."""
     model = cases.made(cases.even, DOUBLE)
-    opt = cases.adamw(model)
+    opt = cases.sgd(model)
     mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("nodes", "node"))
     shared = mesh if replicas > 1 else mesh["node"]
     memopt.shard_(model, opt, shared, stage=2)
@@ -72,7 +72,7 @@ def alone(rank, ranks, replicas=1):
 def number_read(rank, ranks, batch):
     """Before the update, and on one rank: there the step is cut in two."""
     model = cases.made(cases.even, DOUBLE)
-    opt = cases.adamw(model)
+    opt = cases.sgd(model)
     memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=3)
 
     def step(x, y):

@@ -113,9 +113,9 @@ class Masked(nn.Module):
             self.steps.fill_(torch.iinfo(torch.int64).max)
 
 
-def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, **options):
+def compiled(rank, ranks, stage, asked=None, micro=1, shard=True, optimizer=cases.sgd, **options):
     model = cases.made(cases.even, DOUBLE)
-    opt = cases.adamw(model)
+    opt = optimizer(model)
     if shard:
         memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
     step = cases.step_of(model, opt, micro)
@@ -158,7 +158,7 @@ def copied(rank, ranks, batch, assign=False):
         model.load_state_dict(model.state_dict(), assign=True)
     else:
         model = copy.deepcopy(model)
-    return says(lambda: memopt.compile(cases.step_of(model, cases.adamw(model)), zero=3, lowering="eager")(*batch))
+    return says(lambda: memopt.compile(cases.step_of(model, cases.sgd(model)), zero=3, lowering="eager")(*batch))
 
 
 def writing_into_a_read(rank, ranks, run):
@@ -228,7 +228,7 @@ def with_a_new_head(rank, ranks, batch, run):
 def in_turn(rank, ranks):
     """The same weights whether eager or the compiled step updates them, and what is read between. PyTorch counts no
     writes of kernels for lists."""
-    model, opt, step, run = compiled(rank, ranks, 2)
+    model, opt, step, run = compiled(rank, ranks, 2, optimizer=cases.adamw)
     opt.param_groups[0]["foreach"] = True
     for turn, batch in enumerate(cases.batches(rank, ranks, DOUBLE, steps=5)):
         (run if turn % 2 else step)(*batch)  # behind an eager step the whole parameters are old
@@ -245,12 +245,12 @@ def in_turn(rank, ranks):
 
 def checkpoints(rank, ranks, folder):
     """Saved in stage 2, loaded in stage 3."""
-    model, opt, _, run = compiled(rank, ranks, 2)
+    model, opt, _, run = compiled(rank, ranks, 2, optimizer=cases.adamw)
     for batch in cases.batches(rank, ranks, DOUBLE, steps=2):
         run(*batch)
     dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, opt))), checkpoint_id=folder)
     before = cases.whole(model), state_of(model, opt)
-    model, opt, _, run = compiled(rank, ranks, 3)
+    model, opt, _, run = compiled(rank, ranks, 3, optimizer=cases.adamw)
     load(model, opt, folder)
     after = cases.whole(model), state_of(model, opt)
     run(*next(cases.batches(rank, ranks, DOUBLE)))
