@@ -2,7 +2,7 @@
 
     python tests/coverage/loops.py [--only NAME ...] [--lowering inductor]
 
-Small models in float64 with dropout; the difference is the largest of anything that training changes (results, parameters, states,
+Small models in float64 with dropout (most of them); the difference is the largest of anything that training changes (results, parameters, states,
 buffers, random numbers) after five steps, from eager's. The smallest budget is what a refusal of one byte names.
 """
 
