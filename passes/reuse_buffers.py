@@ -136,10 +136,9 @@ class ReuseBuffers(StepPass):
         buffers = _Buffers(step, self.of_backward)
         chosen = _updates(step) if self.of_gradients else None
         for node in list(step.computing()):
-            phase = step.phase(node)
             if chosen is not None and node not in chosen:
                 continue
-            if self.of_backward and phase is not Phase.BACKWARD:
+            if self.of_backward and step.phase(node) is not Phase.BACKWARD:
                 continue
             if node.target is aten.copy_.default:
                 buffers.write_back(step, node)
@@ -148,7 +147,7 @@ class ReuseBuffers(StepPass):
 
 
 def _updates(step: StepGraph) -> set[fx.Node]:
-    """Rule 8."""
+    """What `of_gradients` writes (rule 8): of what a parameter or state becomes all operators, or none."""
     chosen = {n for n in step.computing() if step.phase(n) is Phase.UPDATE
               or not step.gradients.keys().isdisjoint((n, *n.all_input_nodes))}
     kept = {i.name for i in step.inputs if i.role in (Role.PARAMETER, Role.STATE)}

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from check import Case, Training, forget, run  # noqa: E402
+from check import Case, Row, Training, forget, run  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
@@ -66,11 +66,11 @@ def encoder(width: int = 32) -> nn.Sequential:
                          nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, 32))
 
 
-def images(_: int, count: int = 6) -> Tensor:
-    return torch.randn(count, 3, 16, 16)
+def images() -> Tensor:
+    return torch.randn(6, 3, 16, 16)
 
 
-def tokens(_: int) -> Tensor:
+def tokens() -> Tensor:
     return torch.randint(WORDS, (4, TOKENS))
 
 
@@ -105,7 +105,7 @@ def gan() -> Training:
         opts[0].step()
         return loss.detach(), fooled.detach()
 
-    return Training(step, [generator, critic], list(opts), lambda i: (images(i), torch.randn(6, 16, 1, 1)))
+    return Training(step, [generator, critic], list(opts), lambda i: (images(), torch.randn(6, 16, 1, 1)))
 
 
 def gradient_penalty() -> Training:
@@ -130,7 +130,7 @@ def gradient_penalty() -> Training:
         opts[1].zero_grad()
         return loss.detach(), fooled.detach()
 
-    return Training(step, [generator, critic], list(opts), lambda i: (images(i), torch.randn(6, 16)))
+    return Training(step, [generator, critic], list(opts), lambda i: (images(), torch.randn(6, 16)))
 
 
 def queue_of_keys() -> Training:
@@ -155,7 +155,7 @@ def queue_of_keys() -> Training:
         query.queue.copy_(torch.cat([keys.t(), query.queue[:, :-len(one)]], 1))
         return loss.detach()
 
-    return Training(step, [query, key], [opt], lambda i: (images(i), images(i)))
+    return Training(step, [query, key], [opt], lambda i: (images(), images()))
 
 
 def two_views() -> Training:
@@ -176,7 +176,7 @@ def two_views() -> Training:
             torch._foreach_lerp_(list(mean.parameters()), list(online.parameters()), 0.01)
         return loss.detach()
 
-    return Training(step, [online, predict, mean], [opt], lambda i: (images(i), images(i)))
+    return Training(step, [online, predict, mean], [opt], lambda i: (images(), images()))
 
 
 def sharpness_aware() -> Training:
@@ -201,7 +201,7 @@ def sharpness_aware() -> Training:
         opt.zero_grad()
         return loss.detach()
 
-    return Training(step, [model], [opt], lambda i: (tokens(i),))
+    return Training(step, [model], [opt], lambda i: (tokens(),))
 
 
 def policy() -> Training:
@@ -226,7 +226,7 @@ def policy() -> Training:
             opt.zero_grad()
         return loss.detach()
 
-    return Training(step, [model], [opt], lambda i: (tokens(i), torch.randn(4, TOKENS - 1), torch.randn(4, TOKENS - 1)))
+    return Training(step, [model], [opt], lambda i: (tokens(), torch.randn(4, TOKENS - 1), torch.randn(4, TOKENS - 1)))
 
 
 def projected() -> Training:
@@ -251,7 +251,7 @@ def projected() -> Training:
         opt.zero_grad()
         return torch.stack(losses).detach()
 
-    return Training(step, [model, heads], [opt], lambda i: (images(i), torch.randint(5, (6,)), torch.randint(7, (6,))))
+    return Training(step, [model, heads], [opt], lambda i: (images(), torch.randint(5, (6,)), torch.randint(7, (6,))))
 
 
 def noise() -> Training:
@@ -275,7 +275,7 @@ def noise() -> Training:
                 follower.lerp_(leader, 0.01)
         return loss.detach()
 
-    return Training(step, [model, mean], [opt], lambda i: (images(i),))
+    return Training(step, [model, mean], [opt], lambda i: (images(),))
 
 
 def adapted_inside() -> Training:
@@ -317,7 +317,7 @@ def cached_gradients() -> Training:
         opt.zero_grad()
         return loss.detach()
 
-    return Training(step, [model], [opt], lambda i: (images(i), images(i)))
+    return Training(step, [model], [opt], lambda i: (images(), images()))
 
 
 def lookahead() -> Training:
@@ -337,7 +337,7 @@ def lookahead() -> Training:
                 p.copy_(behind)
         return loss.detach()
 
-    return Training(step, [model, slow], [opt], lambda i: (tokens(i), tokens(i)))
+    return Training(step, [model, slow], [opt], lambda i: (tokens(), tokens()))
 
 
 LOOPS: dict[str, Callable[[], Training]] = {
@@ -370,7 +370,7 @@ def row(name: str, lowering: str) -> list[str]:
             f"{least:,}", f"{kept.measured:,}" + _unlike(kept), f"{kept.difference:.0e}"]
 
 
-def _unlike(row: object) -> str:
+def _unlike(row: Row) -> str:
     return "" if row.predicted == row.measured else f" ({row.predicted:,} predicted)"
 
 
