@@ -1,13 +1,9 @@
-"""Which passes run on a step, in what order and why; and the runner that checks every one."""
+"""Which passes run on a step, in what order and why."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-import operator
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .errors import OptionError, PassError
-from .liveness import Workspace, no_workspace, resident_bytes, timeline
+from .liveness import Workspace, resident_bytes
 from .options import Options
+from .pass_runs import Known, Observer, run
 from .passes.accumulate_in_states import AccumulateInStates
 from .passes.bucket_collectives import BucketCollectives
 from .passes.canonicalize import Canonicalize
@@ -54,8 +50,7 @@ from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
 from .planning.planner import GAP
 from .planning.rematerialization import Means
-from .progress import stage
-from .step_graph import Role, StepGraph, mutated_args, storage_roots
+from .step_graph import StepGraph
 from .step_pass import PassRecord, StepPass
 
 ANY = 2**62  # bytes, as a limit
@@ -171,13 +166,9 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
     return tuple(make() for wanted, make in story if wanted)
 
 
-Observer = Callable[[str, StepGraph], None]
-Heads = dict[tuple[StepPass, ...], tuple[StepGraph, tuple["PassRecord", ...]]]
-
-
 def rewritten(step: StepGraph, options: Options, lowering: str, workspace: Workspace, limit_bytes: int | None = None,
               device: torch.device | None = None, observe: Observer | None = None, formats: Mapping[str, str] = NO_FORMATS,
-              heads: Heads | None = None, free: bool | None = None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
+              known: Known | None = None, free: bool | None = None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step after the `default` passes, and their records. `step` itself is changed without a limit only.
 
     Where nothing fits, it is planned in other ways, and the smallest peak is taken:
@@ -187,16 +178,16 @@ def rewritten(step: StepGraph, options: Options, lowering: str, workspace: Works
     - by the eager lowering, in either way, for less than the smallest peak so far (`NEARER`): the smallest plan is looked for in larger
       steps, and passes behind a plan can make less of one that is not the smallest itself. A larger budget would come by it.
 
-    Up to the first pass that knows the limit all plans of a step are the same: `heads`, of one step and lowering, has what
-    these passes have made of it. `free` says with or without free recomputation, and only that way is gone.
+    `known`, of one step and lowering, has what passes in front of the plan have made of it. `free` says with or without free
+    recomputation, and only that way is gone.
     """
     if limit_bytes is None:
         return step, run(step, default(options, lowering, device=device, formats=formats), workspace, workspace, observe)
-    heads = {} if heads is None else heads
+    known = known or Known()
 
     def within(options: Options, limit: int, observe: Observer | None = None, smallest: bool = True
                ) -> tuple[StepGraph, tuple[PassRecord, ...]]:
-        return _within(step, options, lowering, workspace, limit, device, observe, formats, heads, free, smallest)
+        return _within(step, options, lowering, workspace, limit, device, observe, formats, known, free, smallest)
 
     found, way = within(options, limit_bytes, observe), (options, limit_bytes)
     if free is not None:
@@ -227,7 +218,7 @@ def rewritten(step: StepGraph, options: Options, lowering: str, workspace: Works
 
 
 def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspace, limit_bytes: int,
-            device: torch.device | None, observe: Observer | None, formats: Mapping[str, str], heads: Heads,
+            device: torch.device | None, observe: Observer | None, formats: Mapping[str, str], known: Known,
             free: bool | None, smallest: bool) -> tuple[StepGraph, tuple[PassRecord, ...]]:
     """The step as it is planned for `limit_bytes`.
 
@@ -239,13 +230,9 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
     chosen = partial(default, options, lowering, limit_bytes, device, formats=formats)
 
     def by(passes: Sequence[StepPass], observe: Observer | None) -> tuple[StepGraph, tuple[PassRecord, ...]]:
-        knows = next(i for i, each in enumerate(passes) if getattr(each, "peak_bytes", None) is not None)
-        head = tuple(passes[:knows])
-        if head not in heads:
-            twin = step.copy()
-            heads[head] = twin, run(twin, head, workspace, workspace, observe)
-        twin, records = heads[head][0].copy(), heads[head][1]
-        return twin, records + run(twin, passes[knows:], workspace, workspace, observe)
+        plan, twin = _place_of_plan(passes), step.copy()
+        before = run(twin, passes[:plan], workspace, workspace, observe, known)
+        return twin, before + run(twin, passes[plan:], workspace, workspace, observe)
 
     if free is not None:
         return by(chosen(free=free, in_order=False), observe)
@@ -266,7 +253,7 @@ def _within(step: StepGraph, options: Options, lowering: str, workspace: Workspa
         """None if there is no plan or it is not enough."""
         if at_most < math.inf or lowering == "eager":  # seldom taken: unseen, and no further than the plan
             passes = chosen(**way, smallest=False, at_most=at_most)
-            begun = by(passes[:1 + next(i for i, each in enumerate(passes) if isinstance(each, PlanMemory))], None)
+            begun = by(passes[:1 + _place_of_plan(passes)], None)
             if begun[0].plan is None and peak_of(begun) > limit_bytes:
                 return None
         return ended if peak_of(ended := whole(way, smallest=False, at_most=at_most)) <= limit_bytes else None
@@ -298,101 +285,5 @@ def behind_compression(options: Options, lowering: str, limit_bytes: int, device
     return passes[[type(each) for each in passes].index(Compress) + 1:]
 
 
-def run(step: StepGraph, passes: Sequence[StepPass], costs: Any = None, workspace: Workspace | None = None,
-        observe: Observer | None = None) -> tuple[PassRecord, ...]:
-    """Run `passes` over `step` in place, verifying it before the first and after each.
-
-    `observe` is called with the name of each pass that has run, and the step.
-
-    Raises:
-        VerifyError: the step is not sound to begin with.
-        PassError: a pass failed, or left something other than it promised.
-    """
-    step.verify()
-    workspace = workspace or no_workspace
-    records, peak, counts = [], timeline(step, workspace).transient_peak_bytes, step.op_counts()
-    with _collector_paused():
-        for each in passes:
-            with stage(each.name):
-                record, counts = _run_one(step, each, costs, workspace, peak, counts)
-            records.append(record)
-            peak = record.peak_after
-            if observe is not None:
-                observe(each.name, step)
-    return tuple(records)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Passes make many small objects and few cycles, beside millions that tracing has left:
-    going through those again and again took half of their time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _run_one(step: StepGraph, each: StepPass, costs: Any, workspace: Workspace, peak: int, counts: dict[str, int]
-             ) -> tuple[PassRecord, dict[str, int]]:
-    """Run one pass over `step` of transient peak `peak` bytes and `op_counts` `counts`: its record, the counts then."""
-    start = time.perf_counter()
-    refusal = each.requires(step)
-    if refusal is not None:
-        return PassRecord(each.name, (), peak, peak, time.perf_counter() - start, refusal), counts
-    before, written = _contents(step), _written(step)
-    try:
-        each.run(step, costs)
-        same = len(now := _contents(step)) == len(before) and all(map(operator.is_, now, before))
-        step.verify(same)
-        lack = each.ensures(step) or (None if same else _unwritten(step, written))
-    except OptionError:
-        raise  # what the user asked for does not go with this step
-    except Exception as error:  # whatever it is, the user needs to know which pass it was
-        raise PassError(
-            f"the pass {each.name} failed: {error}",
-            where=each,
-            do="report it with the folder that options={'dump': ...} writes",
-        ) from error
-    if lack is not None:
-        raise PassError(
-            f"the pass {each.name} did not do what it promises: {lack}",
-            where=each,
-            do="report it with the folder that options={'dump': ...} writes",
-        )
-    counted = counts if same else step.op_counts()
-    changes = {name: counted.get(name, 0) - counts.get(name, 0) for name in sorted({*counted, *counts})}
-    return PassRecord(
-        each.name,
-        tuple((n, c) for n, c in changes.items() if c),
-        peak,
-        peak if same else timeline(step, workspace).transient_peak_bytes,
-        time.perf_counter() - start,
-    ), counted
-
-
-def _written(step: StepGraph) -> set[str]:
-    """Parameters and states that an operator writes to, or the host behind them, by their inputs' names."""
-    kept = {i.name for i in step.inputs if i.role in (Role.PARAMETER, Role.STATE)}
-    later = {step.inputs[i].name for i in step.ahead.written} if step.ahead else set()
-    return ({a.name for n in step.computing() for a in mutated_args(n)} | later) & kept
-
-
-def _unwritten(step: StepGraph, before: set[str]) -> str | None:
-    """What is wrong if a parameter or state is not updated any more that was `before`."""
-    now = _written(step)
-    lost = before - now - {window.rows for window in step.windows if window.full in now}
-    if lost:  # unless by a view of it
-        roots = storage_roots(step.graph)
-        lost -= {root.name for n in step.computing() for a in mutated_args(n) for root in roots[a]}
-    labels = {i.name: i.label for i in step.inputs}
-    gone = sorted(labels[name] for name in lost if name in labels)
-    return f"{', '.join(gone[:3])} is not written any more" if gone else None
-
-
-def _contents(step: StepGraph) -> list[Any]:
-    """The step as objects that are others where a pass has changed it. The peak of the same graph is the same."""
-    return [step.module, step.inputs, step.ahead, step.windows,
-            *(each for n in step.graph.nodes for each in (n, n.target, n.args, n.kwargs, n.meta.get("val")))]
+def _place_of_plan(passes: Sequence[StepPass]) -> int:
+    return next(i for i, each in enumerate(passes) if isinstance(each, PlanMemory))

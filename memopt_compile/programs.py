@@ -90,7 +90,7 @@ def fitted(step: StepGraph, record: Compilation) -> Callable:
     if program.watched or any(n.target is REQUIRE_FINITE for n in record.step.computing()):  # or in a later plan
         run = falling_back(run, partial(_exactly, step, record), record.device)
     if run is program.run:  # it will not be planned again
-        record.heads.clear()
+        record.known.clear()
     run = _compared(run, plan, record.versions, record)
     asked = record.options.cuda_graphs is True
     if asked or record.options.cuda_graphs and record.device.type == "cuda" and run is program.run:
@@ -210,7 +210,7 @@ def _unplanned_peak(captured: StepGraph, record: Compilation, formats: Mapping[s
     workspace = workspace_of(captured, record.lowering)
     with stage("planning"):
         step, _ = pipelines.rewritten(captured, record.options, record.lowering, workspace, pipelines.ANY, record.device,
-                                      None, formats, record.heads)
+                                      None, formats, record.known)
     return timeline(step, workspace).peak_bytes
 
 
@@ -226,7 +226,7 @@ def _program(step: StepGraph, record: Compilation, limit: int | None,
 
     with stage("passes" if limit is None else f"planning for {format_bytes(limit)}"):
         step, record.passes = pipelines.rewritten(step, record.options, record.lowering, workspace, limit,
-                                                  record.device, observe, formats, record.heads)
+                                                  record.device, observe, formats, record.known)
     record.step, record.after = step, timeline(step, workspace)
     if record.options.verify:
         check_metadata(step)
@@ -313,7 +313,7 @@ def _exactly(captured: StepGraph, record: Compilation) -> Callable:
     if record.exact is None:
         options = replace(record.options, compress=None, adapt=False, verify=False, dump=None)
         exact = Compilation(record.kind, options, record.lowering, record.where, device=record.device,
-                            before=record.before, heads=record.heads, arena=record.arena,
+                            before=record.before, known=record.known, arena=record.arena,
                             budget_bytes=record.budget_bytes)
         limit = record.budget_bytes or 0
         program = _within(limit, captured, exact)
@@ -363,7 +363,7 @@ def _refusal(captured: StepGraph, record: Compilation) -> InfeasibleBudget:
         if not getattr(record.options, option) and resident < limit:
             workspace = workspace_of(captured, record.lowering)
             step, _ = pipelines.rewritten(captured, replace(record.options, **{option: setting}),
-                                          record.lowering, workspace, limit, record.device, heads=record.heads, free=free)
+                                          record.lowering, workspace, limit, record.device, known=record.known, free=free)
             if (peak := timeline(step, workspace).peak_bytes) < needed:
                 less.append(f"allow {option}={setting!r}: {format_bytes(peak)}, {how}")
     states = [n.meta["val"] for i, n in zip(record.step.inputs, record.step.placeholders) if i.role is Role.STATE]

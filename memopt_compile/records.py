@@ -22,7 +22,7 @@ from .liveness import Timeline
 from .lowering.replaying import Replayed
 from .measure import measure
 from .options import Options
-from .pipelines import Heads
+from .pass_runs import Known
 from .planning.adaptation import Replan
 from .reporting import dumping
 from .reporting.render import Report
@@ -46,7 +46,7 @@ class Compilation:
     `gradient_error` what compressed activations do to its gradients, if `options.verify` asked for it: for that
     `versions` has the step before and after it was compressed. `taken_back` counts the steps that met
     what few bits cannot hold and were run by the program `exact`; `history` has the plans that
-    `options.adapt` has brought; `heads` is what plans of the step have in common, while there may be more;
+    `options.adapt` has brought; `known` is what plans of the step have in common, while there may be more;
     `replayed` is the program as `options.cuda_graphs` has it run;
     `arena` is the memory that `options.arena` asks for, one for all steps of a model; `collectives` are those
     that all ranks have to make in the step, in their order.
@@ -76,7 +76,7 @@ class Compilation:
     texts: dict[str, str] = field(default_factory=dict)
     program: str | None = None
     folder: Path | None = None
-    heads: Heads = field(default_factory=dict, repr=False)
+    known: Known = field(default_factory=Known, repr=False)
     replayed: Replayed | None = None
     arena: Buffer = field(default_factory=Buffer, repr=False)
     collectives: str = field(default="", repr=False)

@@ -4,16 +4,16 @@ A product of all tokens' hidden states with a wide matrix, of which a slice of t
 the slice. As written nothing can be computed for a part of the rows from the product to the loss (`row_regions`), since
 rows change their number on the way. The rules:
 
-1. A `slice_backward` [.., V] of rows (on Inductor a `slice_scatter` into zeros), with what keeps zeros zero behind it (a
-   cast, a scale, the derivative of tanh by what forward made), is read by products as rows of a matrix: those products
-   read it without the zeros and the hidden states without these rows; rows that come out are padded instead. A sum over
-   rows leaves zeros out.
-2. A `slice` of rows of a product, with elementwise operators in between, becomes the product of the sliced hidden
-   states if nothing reads the other rows. A copy into its own order, which it then has, goes.
+1. A gradient [.., V] of rows beside zeros (`slice_backward`, on Inductor a `slice_scatter`) leaves zeros in the same rows of
+   what is made of it row by row (`rowwise.rule`) by operators that keep zeros (a cast, a scale, the gradient of a softmax).
+   All this is computed without these rows, up to sums over rows (zeros add nothing) and products back to narrow rows,
+   which are padded instead.
+2. Of a product of which the same slice of rows is read alone, with what is made row by row in between, these rows are
+   computed. A copy of the slice into its own order, which it then has, goes.
 3. Only products that are wider than their operand: the hidden states are copied without the rows, once.
 
-Before:  z = view(mm(h, W)); s = clone(z[:, :-1]); .. | g = slice_backward(ds); dh = mm(g, Wᵀ); dW = mm(gᵀ, h)
-After:   k = clone(h[:, :-1]); s = view(mm(k, W)); .. | dh = slice_backward(mm(ds, Wᵀ)); dW = mm(dsᵀ, k)
+Before:  z = mm(h, W); p = log_softmax(z); s = p[:, :-1]; .. | g = slice_backward(ds); dz = g - exp(p)·sum(g); dh = mm(dz, Wᵀ)
+After:   k = clone(h[:, :-1]); z = mm(k, W); s = log_softmax(z); .. | dz = ds - exp(s)·sum(ds); dh = slice_backward(mm(dz, Wᵀ))
 
 Numbers: the same products of fewer rows, whose sums leave zeros out: equal but for the order of sums. Without parts
 this saves no memory, but copies: where logits are most of the peak, what reads them has as many before and behind.
@@ -21,244 +21,272 @@ this saves no memory, but copies: where logits are most of the peak, what reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
 
-from .ordering import is_random
-from .row_splits import cut_at, shape_of
-from .rowwise import PRODUCTS
-from .step_graph import OPERATOR, Phase, StepGraph, mutated_args
+from .row_regions import is_wide, left_of
+from .row_splits import cut_at, filled, shape_of
+from .rowwise import COLUMNS, PRODUCTS, ROWS, SUM, WHOLE, Rule, lead, rule, sized, width
+from .step_graph import OPERATOR, Phase, StepGraph
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 PADDED = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}  # and where what they pad is
-CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 TURNED = (aten.t.default, aten.permute.default)
-SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+# Zero where their first operand is, where one is, and where all are.
+BY_FIRST = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::clone", "aten::_to_copy", "aten::neg",
+            "prims::convert_element_type", "aten::div", "aten::sum", "aten::t", "aten::permute", "aten::squeeze", "aten::unsqueeze",
+            "aten::tanh_backward", "aten::_log_softmax_backward_data", "aten::_softmax_backward_data", "aten::masked_fill"}
+BY_ONE = {"aten::mul", "aten::mm"}
+BY_ALL = {"aten::add", "aten::sub"}
+DEEPEST = 32  # operators from a gradient beside zeros to where others are added
 
 
 def slice_first(step: StepGraph) -> StepGraph:
     """Rules 1 and 2, in place."""
-    rewrite = _Rewrite(step)
+    kept = dict[tuple, fx.Node]()
     for node in list(step.computing()):
-        if padded := _padded(node):
-            rewrite.unpad(padded)
+        if not node._erased and node.target in PADDED and (cut := _cut(node, len(shape_of(node)) - 1)) and (
+                found := _through_zeros({node}, cut)):
+            _unpad(step, node, found, _Rows(step, cut, kept))
     for node in list(step.computing()):
-        if chains := _chains(node):
-            rewrite.cut(node, chains)
+        if node.target in PRODUCTS and is_wide(node) and (found := _through_slices(node)):
+            _cut_first(step, found, _Rows(step, found.cut, kept))
     return step
 
 
 @dataclass(frozen=True)
-class Padded:
-    """Rule 1: the operators from a `slice_backward` on, and the view as a matrix that products read."""
+class Cut:
+    """Of rows [*lead] those from `begin` to `end` of dimension `dim`."""
 
-    through: tuple[fx.Node, ...]
-    matrix: fx.Node
+    lead: tuple[int, ...]
+    dim: int
+    begin: int
+    end: int
 
+    @property
+    def at(self) -> tuple[int, int, int]:
+        return self.dim, self.begin, self.end
 
-@dataclass(frozen=True)
-class Chain:
-    """Rule 2: a view of a product's rows in several dimensions, what comes elementwise, and the slices of that."""
-
-    through: tuple[fx.Node, ...]
-    slices: dict[fx.Node, fx.Node]  # and the one of `through` that each is of
-
-
-def _static(*nodes: fx.Node) -> bool:
-    return all(type(size) is int for node in nodes for size in shape_of(node))
+    @property
+    def left(self) -> list[int]:
+        return [*self.lead[:self.dim], self.end - self.begin, *self.lead[self.dim + 1:]]
 
 
-def _cut(node: fx.Node) -> tuple | None:
-    """Dimension, begin and end of a slice of rows or of its gradient; None if it is not one."""
+@dataclass
+class Found:
+    """What is computed row by row of `starts`, and of it the values that are read otherwise: padded (rule 1), or slices (rule 2)."""
+
+    cut: Cut
+    starts: set[fx.Node]
+    rules: dict[fx.Node, Rule]
+    ends: dict[fx.Node, None]
+
+
+def _cut(node: fx.Node, front: int | None) -> Cut | None:
+    """Of a slice of rows, or of its gradient beside zeros, the rows being the dimensions to `front`; None if it is not one."""
     if node.target is not aten.slice.Tensor and node.target not in PADDED or (found := cut_at(node)) is None:
         return None
     shape = shape_of(node.args[0] if node.target is aten.slice.Tensor else node)
-    return found if 3 <= len(shape) > found[0] + 1 else None
+    return Cut(shape[:front], *found) if front is not None and front > 1 and found[0] < front else None
 
 
-def _is_zeros(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
+def _follow(starts: Iterable[fx.Node], rows: int,
+            take: Callable[[fx.Node, Rule | None, list[fx.Node]], str | None]) -> dict[fx.Node, Rule] | None:
+    """The rules of what comes of `starts` row by row, in schedule order. `take` says of each reader whether it is followed
+    ("through"), is the last ("end"), is no part of it ("outside"), or that nothing can be done (None)."""
+    rules, known = dict[fx.Node, Rule](), dict.fromkeys(starts, ROWS)
+    waiting, seen = [user for start in starts for user in start.users], set[fx.Node]()
+    heapify(waiting)
+    while waiting:
+        if (node := heappop(waiting)) in seen:
+            continue
+        seen.add(node)
+        how = rule(node, known, rows)
+        match take(node, how, [a for a in node.all_input_nodes if a in known]):
+            case "through":
+                rules[node], known[node] = how, how.result
+                for user in node.users:
+                    heappush(waiting, user)
+            case "end":
+                rules[node] = how
+            case None:
+                return None
+    return rules
 
 
-def _elementwise(node: fx.Node, value: fx.Node) -> bool:
-    """Whether `node` is made of each number of `value` by itself, and of nothing else that is a tensor."""
-    return (isinstance(node.target, OPERATOR) and shape_of(node) == shape_of(value) and node.all_input_nodes == [value]
-            and (torch.Tag.pointwise in node.target.tags or node.target in CASTS)
-            and not is_random(node) and not mutated_args(node))
+def _through_zeros(starts: set[fx.Node], cut: Cut) -> Found | None:
+    """Rule 1: what has zeros where `starts` have, with other gradients beside such zeros that it is added to."""
+    rows, wide = prod(cut.lead), max(shape_of(start)[-1] for start in starts)
+    zero, more, ends, products = set(starts), set[fx.Node](), dict[fx.Node, None](), list[fx.Node]()
 
+    def is_zero(value: Any) -> bool:
+        beside = set() if value in zero else _zeros_of(value, cut)
+        more.update(beside or ())
+        return beside is not None
 
-def _keeps_zeros(node: fx.Node, value: fx.Node) -> bool:
-    if node.target is aten.tanh_backward.default:
-        return node.args[0] is value and node.args[1] is not value and shape_of(node.args[1]) == shape_of(value)
-    return _elementwise(node, value) and (node.target in (*CASTS, aten.neg.default) or (
-        node.target in SCALES and node.args[0] is value))
+    def take(node: fx.Node, how: Rule | None, mine: list[fx.Node]) -> str | None:
+        if how is None or not _keeps_zeros(node, is_zero):
+            ends.update(dict.fromkeys(a for a in mine if a not in starts))
+            return "outside" if all(width(a.meta["val"], rows) < wide for a in mine) else None
+        if node.target not in PRODUCTS:
+            zero.add(node)
+            return "end" if how.result == SUM else "through"
+        products.append(node)
+        if how.result == ROWS:
+            ends[node] = None
+        return "end" if shape_of(node)[1] < wide else None
 
-
-def _padded(node: fx.Node) -> Padded | None:
-    if node.target not in PADDED or _cut(node) is None:
+    rules = _follow(starts, rows, take)
+    if rules is None or not products:
         return None
-    through, shape = [node], shape_of(node)
-    while len(through[-1].users) == 1:
-        (user,) = through[-1].users
-        if user.target in VIEWS and shape_of(user) == (prod(shape[:-1]), shape[-1]):
-            readers = list(user.users)
-            if readers and all(_product_of(r, user) for r in readers):
-                return Padded(tuple(through), user)
-            return None
-        if not _keeps_zeros(user, through[-1]):
-            return None
-        through.append(user)
-    return None
+    return Found(cut, starts, rules, ends) if more <= starts else _through_zeros(starts | more, cut)
 
 
-def _product_of(reader: fx.Node, matrix: fx.Node) -> str | None:
-    """How `reader` reads the rows of `matrix`, wide as it is: "rows", "columns", "sum"; None for another way."""
-    width = shape_of(matrix)[1]
-    if reader.target is aten.mm.default and reader.args[0] is matrix and reader.args[1] is not matrix:
-        return "rows" if _static(reader) and shape_of(reader)[1] < width else None
-    if reader.target in TURNED and shape_of(reader) == shape_of(matrix)[::-1] and reader.args[1:] in ((), ([1, 0],)):
-        alike = reader.users and all(u.target is aten.mm.default and u.args[0] is reader and u.args[1] is not reader
-                                     and _static(u) and shape_of(u)[1] < width for u in reader.users)
-        return "columns" if alike else None
-    if reader.target is aten.sum.dim_IntList and list(reader.args[1]) == [0]:
-        return "sum"
-    return None
+def _zeros_of(value: Any, cut: Cut, depth: int = DEEPEST) -> set[fx.Node] | None:
+    """The gradients beside zeros that make the rows of `value` zero which are not of `cut`; None if they are not."""
+    if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return None
+    if filled(value) == 0:
+        return set()
+    front, found = lead(value.meta["val"], prod(cut.lead)), set[fx.Node]()
+    if value.target in PADDED and _cut(value, front) == cut:
+        return {value}
+
+    def is_zero(operand: Any) -> bool:
+        more = _zeros_of(operand, cut, depth - 1)
+        found.update(more or ())
+        return more is not None
+
+    return found if front is not None and depth and _keeps_zeros(value, is_zero) else None
 
 
-def _chains(product: fx.Node) -> list[Chain]:
-    """All that reads a product, if only the same slice of its rows is read. (What is computed again has a view of its own.)"""
-    if product.target not in PRODUCTS or not product.users:
-        return []
-    left = product.args[PRODUCTS[product.target]]
-    if not _static(product, left, *product.users):  # first: a symbolic size has no hash
-        return []
-    shapes = {shape_of(view) if view.target in VIEWS else None for view in product.users}
-    if len(shapes) > 1 or None in shapes:
-        return []
-    (shape,) = shapes
-    if len(shape) < 3 or shape[-1] != shape_of(product)[1] or shape[-1] <= shape_of(left)[1]:
-        return []
-    if product.target is aten.addmm.default and (product.kwargs or shape_of(product.args[0]) != shape[-1:]):
-        return []
-    found = [_chain(view) for view in product.users]
-    cuts = {_cut(each) for chain in found if chain for each in chain.slices}
-    return found if all(found) and len(cuts) == 1 and None not in cuts else []
+def _keeps_zeros(node: fx.Node, is_zero: Callable[[Any], bool]) -> bool:
+    name, given = node.target._schema.name if isinstance(node.target, OPERATOR) else "", node.args[:2]
+    if name in BY_FIRST:
+        return is_zero(given[0]) and (name != "aten::masked_fill" or node.args[2] == 0)
+    if name == "prims::fma":  # a·b + c
+        return is_zero(node.args[2]) and any(map(is_zero, given))
+    return name in BY_ONE and any(map(is_zero, given)) or name in BY_ALL and all(map(is_zero, given))
 
 
-def _chain(view: fx.Node) -> Chain | None:
-    through, slices = [view], {}
-    while True:
-        above: list[fx.Node] = []
-        for user in through[-1].users:
-            if user.target is aten.slice.Tensor and user.args[0] is through[-1]:
-                slices[user] = through[-1]
-            else:
-                above.append(user)
-        if not above:
-            return Chain(tuple(through), slices)
-        if len(above) > 1 or not _elementwise(above[0], through[-1]):
-            return None
-        through.append(above[0])
+def _through_slices(product: fx.Node) -> Found | None:
+    """Rule 2: what lies between `product` and the slices, if nothing else is read."""
+    rows, wide = shape_of(product)
+    slices, cuts = dict[fx.Node, None](), set[Cut | None]()
+
+    def take(node: fx.Node, how: Rule | None, mine: list[fx.Node]) -> str | None:
+        if node.target is aten.slice.Tensor and (cut := _cut(node, lead(mine[0].meta["val"], rows))):
+            slices[node] = None
+            cuts.add(cut)
+            return "outside" if len(cuts) == 1 else None
+        return "through" if how is not None and how.result == ROWS and node.target not in PRODUCTS else None
+
+    rules, first = _follow([product], rows, take), rule(product, {left_of(product): ROWS}, rows)
+    if rules is None or first is None or not any(shape_of(s)[-1] == wide for s in slices):
+        return None
+    return Found(*cuts, {product}, {product: first, **rules}, slices)
 
 
-class _Rewrite:
-    def __init__(self, step: StepGraph):
-        self.step = step
-        self.kept: dict[tuple, fx.Node] = {}  # the hidden states without the rows, as a matrix
+class _Rows:
+    """Computes what is row by row on the rows of a cut: [n, ..]."""
 
-    def unpad(self, padded: Padded) -> None:
-        """Rule 1."""
-        step, (start, *rest), matrix = self.step, padded.through, padded.matrix
-        cut, shape = _cut(start), shape_of(start)
-        with step.graph.inserting_before(matrix):
-            value = start.args[PADDED[start.target]]
-            for node in rest:
-                others = [step.call(node, aten.slice.Tensor, a, *cut) if isinstance(a, fx.Node) else a for a in node.args[1:]]
-                value = step.call(node, node.target, value, *others, **node.kwargs)
-            value = self._matrix(matrix, value)
-        for reader in list(matrix.users):
-            how = _product_of(reader, matrix)
-            if how == "rows":
-                with step.graph.inserting_before(reader):
-                    made = step.call(reader, reader.target, value, reader.args[1])
-                    less = [*shape_of(start.args[PADDED[start.target]])[:-1], shape_of(reader)[1]]
-                    made = self._pad(reader, start, step.call(reader, aten.view.default, made, less))
-                    made = step.call(reader, aten.view.default, made, list(shape_of(reader)))
-                step.replace(reader, made)
-            elif how == "columns":
-                for product in list(reader.users):
-                    kept = self._kept(product.args[1], shape[:-1], cut, product)
-                    with step.graph.inserting_before(product):
-                        turned = step.call(reader, reader.target, value, *reader.args[1:])
-                        made = step.call(product, product.target, turned, kept)
-                    step.replace(product, made)
-                step.erase(reader)
-            else:
-                reader.replace_input_with(matrix, value)
-        zeros = start.args[:1] if start.target is aten.slice_scatter.default else ()
-        for node in (matrix, *reversed(padded.through), *zeros):
-            if not node.users:
-                step.erase(node)
+    def __init__(self, step: StepGraph, cut: Cut, kept: dict[tuple, fx.Node]):
+        self.step, self.cut, self.kept = step, cut, kept
+        self.made: dict[fx.Node, fx.Node] = {}
 
-    def _pad(self, like: fx.Node, start: fx.Node, value: fx.Node) -> fx.Node:
-        """`value` with zeros for the rows that `start` has zeros for."""
-        shape, cut = [*shape_of(start)[:-1], shape_of(value)[-1]], _cut(start)
-        if start.target is aten.slice_backward.default:
-            return self.step.call(like, start.target, value, shape, *cut, 1)
-        zeros = self.step.graph.node_copy(start.args[0])
-        zeros.args, zeros.kwargs = (shape, 0), {**zeros.kwargs, "dtype": value.meta["val"].dtype}
-        zeros.meta["val"] = value.meta["val"].new_zeros(shape)
-        self.step.phases[zeros] = self.step.phase(like)
-        return self.step.call(like, start.target, zeros, value, *cut)
+    def compute(self, rules: dict[fx.Node, Rule]) -> None:
+        for node, how in rules.items():
+            with self.step.graph.inserting_before(node):
+                given = {value: self._operand(node, value, need) for value, need in how.needs.items()}
+                if how.target is None:
+                    (self.made[node],) = given.values()
+                else:
+                    args = sized(fx.map_arg(how.args, given.__getitem__), prod(self.cut.left))
+                    self.made[node] = self.step.call(node, how.target, *args, **how.kwargs)
 
-    def cut(self, product: fx.Node, chains: list[Chain]) -> None:
-        """Rule 2."""
-        step, position = self.step, PRODUCTS[product.target]
-        cut, shape = _cut(next(iter(chains[0].slices))), list(shape_of(chains[0].through[0]))
-        args = list(product.args)
-        args[position] = self._kept(args[position], tuple(shape[:-1]), cut, product)
-        with step.graph.inserting_before(product):
-            made = step.call(product, product.target, *args, **product.kwargs)
-        shape[cut[0]] = cut[2] - cut[1]
-        for chain in chains:
-            view, *rest = chain.through
-            with step.graph.inserting_before(view):
-                cuts = {view: step.call(view, aten.view.default, made, shape)}
-            for node in rest:
-                given = [cuts.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
-                with step.graph.inserting_before(node):
-                    cuts[node] = step.call(node, node.target, *given, **node.kwargs)
-            for node, of in chain.slices.items():
-                if len(node.users) == 1 and _copies(copy := next(iter(node.users))):
-                    step.replace(copy, cuts[of])
-                step.replace(node, cuts[of])
-            for node in reversed(chain.through):
-                step.erase(node)
-        step.erase(product)
+    def _operand(self, reader: fx.Node, value: fx.Node, need: str) -> fx.Node:
+        if need == WHOLE or value in self.made:
+            return self.made.get(value, value)
+        if need == COLUMNS:
+            turned = value.args[0] if value.target in TURNED else self.step.call(value, aten.t.default, value)
+            return self.step.call(value, aten.t.default, self._operand(reader, turned, ROWS))
+        return self._kept(reader, value)
 
-    def _kept(self, hidden: fx.Node, lead: tuple, cut: tuple, reader: fx.Node) -> fx.Node:
-        """`hidden` [N, D] with rows `lead`, without those that are cut off; made in front of its first reader in forward."""
-        key = hidden, lead, cut
-        if key not in self.kept:
-            forward = [n for n in hidden.users if n.target in PRODUCTS and self.step.phase(n) is Phase.FORWARD]
-            at = min([*forward, reader]) if forward else reader
+    def _kept(self, reader: fx.Node, value: fx.Node) -> fx.Node:
+        """`value` without the rows that are cut off; hidden states in front of the first product in forward that reads them."""
+        if (value, self.cut) not in self.kept or reader < self.kept[value, self.cut]:
+            forward = [n for n in value.users if n.target in PRODUCTS and self.step.phase(n) is Phase.FORWARD]
+            at = min([*forward, reader])
             with self.step.graph.inserting_before(at):
-                rows = self.step.call(at, aten.view.default, hidden, [*lead, shape_of(hidden)[1]])
-                rows = self.step.call(at, aten.slice.Tensor, rows, *cut)
-                self.kept[key] = self._matrix(at, rows)
-        return self.kept[key]
+                behind = value.meta["val"].shape[lead(value.meta["val"], prod(self.cut.lead)):]
+                rows = self.step.call(at, aten.view.default, value, [*self.cut.lead, *behind])
+                self.kept[value, self.cut] = self.matrix(at, self.step.call(at, aten.slice.Tensor, rows, *self.cut.at))
+        return self.kept[value, self.cut]
 
-    def _matrix(self, like: fx.Node, value: fx.Node) -> fx.Node:
-        """`value` [.., D] as a matrix of its rows, copied where it has to be."""
-        if value.target in VIEWS and shape_of(value.args[0]) == (prod(shape_of(value)[:-1]), shape_of(value)[-1]):
+    def matrix(self, like: fx.Node, value: fx.Node) -> fx.Node:
+        """`value` [*left, ..] with one dimension of rows, copied where it has to be."""
+        count = prod(self.cut.left)
+        shape = [count, *shape_of(value)[len(self.cut.lead):]]
+        if value.target in VIEWS and list(shape_of(value.args[0])) == shape:
             return value.args[0]
         if not value.meta["val"].is_contiguous():
             value = self.step.call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
-        return self.step.call(like, aten.view.default, value, [prod(shape_of(value)[:-1]), shape_of(value)[-1]])
+        return self.step.call(like, aten.view.default, value, shape)
+
+    def shaped(self, like: fx.Node, value: fx.Node) -> fx.Node:
+        """The matrix `value` as [*left, ..]."""
+        return self.step.call(like, aten.view.default, value, [*self.cut.left, *shape_of(value)[1:]])
+
+
+def _unpad(step: StepGraph, start: fx.Node, found: Found, rows: _Rows) -> None:
+    """Rule 1."""
+    padding = PADDED[start.target]
+    for each in found.starts:
+        with step.graph.inserting_before(each):
+            rows.made[each] = rows.matrix(each, each.args[padding])
+    rows.compute(found.rules)
+    for node, how in found.rules.items():
+        if how.result == SUM:
+            step.replace(node, rows.made[node])
+    for node in found.ends:
+        with step.graph.inserting_before(node):
+            value, shape = rows.shaped(node, rows.made[node]), [*rows.cut.lead, *shape_of(rows.made[node])[1:]]
+            if padding == 0:
+                value = step.call(node, start.target, value, shape, *rows.cut.at, 1)
+            else:
+                zeros = step.graph.node_copy(start.args[0])
+                zeros.args, zeros.kwargs = (shape, 0), {**zeros.kwargs, "dtype": value.meta["val"].dtype}
+                zeros.meta["val"], step.phases[zeros] = value.meta["val"].new_zeros(shape), step.phase(node)
+                value = step.call(node, start.target, zeros, value, *rows.cut.at)
+            if shape != list(shape_of(node)):
+                value = step.call(node, aten.view.default, value, list(shape_of(node)))
+        step.replace(node, value)
+    _erase_unread(step, [*(each.args[0] for each in found.starts if padding), *found.starts, *found.rules])
+
+
+def _cut_first(step: StepGraph, found: Found, rows: _Rows) -> None:
+    """Rule 2."""
+    rows.compute(found.rules)
+    for node in found.ends:
+        with step.graph.inserting_before(node):
+            made = rows.shaped(node, rows.made[node.args[0]])
+        if len(node.users) == 1 and _copies(copy := next(iter(node.users))):
+            step.replace(copy, made)
+        step.replace(node, made)
+    _erase_unread(step, found.rules)
+
+
+def _erase_unread(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
+    for node in reversed([*nodes]):
+        if not node._erased and not node.users:
+            step.erase(node)
 
 
 def _copies(node: fx.Node) -> bool:

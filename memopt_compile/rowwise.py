@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,3 +270,9 @@ def _loss(node: fx.Node, rows: int) -> Rule | None:
 def width(value: Any, rows: int) -> int:
     """Elements of a row."""
     return math.prod(value.shape) // rows if isinstance(value, Tensor) else 0
+
+
+def sized(args: Iterable[Any], size: int) -> Iterator[Any]:
+    """The arguments of a rule with the number of rows where they stand for it."""
+    for given in args:
+        yield [size if s is SIZE else s for s in given] if isinstance(given, list) else given

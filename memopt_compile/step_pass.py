@@ -1,7 +1,7 @@
 """What a rewrite of a step owes, and the record of one that has run.
 
 A pass is a frozen dataclass whose fields are its options. It may assume a step that verifies and
-owes one that verifies; checking, timing and reporting happen between passes, in `pipelines`.
+owes one that verifies; checking, timing and reporting happen between passes, in `pass_runs`.
 """
 
 from __future__ import annotations

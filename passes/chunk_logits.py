@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -51,12 +50,12 @@ from memopt_compile.rowwise import (
     OF_EACH,
     ROWS,
     SHORT,
-    SIZE,
     SUM,
     WHOLE,
     Rule,
     lead,
     reduction_of,
+    sized,
 )
 from memopt_compile.step_graph import (
     OPERATOR,
@@ -277,7 +276,7 @@ class _Chunks:
                 args = fx.map_arg(how.args, given.__getitem__)
                 joined[node] = self._add(node, joined.get(node), how, args)
             else:
-                args = _sized(fx.map_arg(how.args, given.__getitem__), end - start)
+                args = sized(fx.map_arg(how.args, given.__getitem__), end - start)
                 part[node, how.result] = self._call(node, how.target, *args, **how.kwargs)
             if how.result == ROWS and node in self.region.results:
                 joined.setdefault(node, []).append(part[node, ROWS])
@@ -320,9 +319,3 @@ class _Chunks:
         self.step.phases[node] = self.phase
         self.written.append(node)
         return node
-
-
-def _sized(args: Iterable[Any], size: int) -> Iterator[Any]:
-    """`args` with the number of rows where they stand for it."""
-    for given in args:
-        yield [size if s is SIZE else s for s in given] if isinstance(given, list) else given

@@ -1,4 +1,5 @@
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -8,11 +9,14 @@ import torch
 from torch import fx, nn
 
 import memopt_compile as memopt
-from memopt_compile import pipelines, programs
+from memopt_compile import pass_runs, pipelines, programs
 from memopt_compile.costs import workspace
 from memopt_compile.errors import PassError, VerifyError
 from memopt_compile.liveness import timeline
 from memopt_compile.options import Options, format_bytes
+from memopt_compile.pass_runs import Known
+from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.passes.split_live_ranges import SplitLiveRanges
 from memopt_compile.planning import planner
 from memopt_compile.reporting.explaining import planned
@@ -203,20 +207,38 @@ def test_what_is_free_gives_way_to_what_is_faster(monkeypatch):
     assert seen["plan_memory"] is seen["schedule_for_peak"] is found.plan
 
 
-def test_plans_of_one_step_share_the_passes_that_no_limit_changes():
+def test_plans_of_one_step_share_what_passes_have_made_of_it(monkeypatch):
     layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]
     step = training_step(nn.Sequential(*layers, nn.Linear(32, 4)).double(), batch=256)
     costs, options, device = workspace(step), Options(lowering="eager"), torch.device("cpu")
-    before, text, heads, ran = timeline(step, costs), step.text(), {}, []
+    before, text, known, told = timeline(step, costs), step.text(), Known(), []
+    ran, run_one = Counter(), pass_runs._run_one
+    monkeypatch.setattr(pass_runs, "_run_one", lambda step, each, *rest: ran.update([each.name]) or run_one(step, each, *rest))
     for share in (0.9, 0.7):
         limit = before.resident_bytes + int(share * before.transient_peak_bytes)
         alone, expected = pipelines.rewritten(step, options, "eager", costs, limit, device)
+        ran.clear()
+        told.clear()
         found, records = pipelines.rewritten(step, options, "eager", costs, limit, device,
-                                             lambda name, _: ran.append(name), heads=heads)
+                                             lambda name, graph: told.append((name, graph.text())), known=known)
         assert found.text() == alone.text() and str(found.plan) == str(alone.plan)
         assert [r.name for r in records] == [r.name for r in expected]
+        assert [name for name, _ in told][-len(records):] == [r.name for r in records] and told[-1][1] == found.text()
     assert step.text() == text
-    assert ran.count("canonicalize") == 1 and ran.count("plan_memory") > 1
+    assert not ran["canonicalize"] and ran["plan_memory"]
+
+
+def test_what_is_known_of_a_pass_is_not_changed_by_those_behind_it(monkeypatch):
+    monkeypatch.setattr(pass_runs, "REMEMBERED", 1)
+    known, texts = Known(), []
+    for _ in range(3):
+        step = small_step()
+        records = pipelines.run(step, [DropCosine()], known=known)
+        texts.append((step.text(), [r.op_changes for r in records]))
+        next(iter(step.computing())).target = torch.ops.aten.neg.default
+    assert texts[0] == texts[1] == texts[2] and len(known.outcomes) == 1
+    pipelines.run(training_step(nn.Linear(32, 4).double()), [Canonicalize(), ScheduleForPeak()], known=known)
+    assert sum(o.step is not None for o in known.outcomes.values()) <= 1
 
 
 class Skipping(nn.Module):
@@ -255,11 +277,11 @@ def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
 
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     record = planned(step, (x,), {"lowering": "eager", "memory_budget": "1GiB"}, captured_only=True)
-    costs, heads, seen = workspace(record.captured), {}, {}
+    costs, known, seen = workspace(record.captured), Known(), {}
 
     def found(limit):
         step, _ = pipelines.rewritten(record.captured, record.options, "eager", costs, limit, record.device,
-                                      lambda name, step: seen.update({name: step.plan}), heads=heads)
+                                      lambda name, step: seen.update({name: step.plan}), known=known)
         return step, timeline(step, costs).peak_bytes
 
     tight = record.before.resident_bytes + 1000
@@ -272,7 +294,7 @@ def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
     kept, peak = found((least + once) // 2)
     assert peak <= (least + once) // 2 and kept.plan
     with pytest.raises(memopt.InfeasibleBudget, match="smallest peak") as refusal:
-        programs.fitted(record.captured, replace(record, options=replace(record.options, memory_budget=tight), heads=heads))
+        programs.fitted(record.captured, replace(record, options=replace(record.options, memory_budget=tight), known=known))
     assert format_bytes(least, enough=True) in refusal.value.do
     assert "compress=" not in refusal.value.do  # one way of planning with it needs more
 
@@ -280,7 +302,7 @@ def test_a_refusal_names_a_peak_that_other_budgets_do_not_go_below(monkeypatch):
 def test_less_is_looked_for_with_few_bits_too_where_their_smallest_peak_is_the_larger_one(monkeypatch):
     step, least = small_step(), {"int4": 820, None: 900}
 
-    def within(step, options, lowering, workspace, limit, device, observe, formats, heads, free, smallest):
+    def within(step, options, lowering, workspace, limit, device, observe, formats, known, free, smallest):
         peak = {"int4": 1000, None: 900}[options.compress] if smallest else max(limit, least[options.compress])
         return replace(step, plan=None), (PassRecord("plan_memory", (), 0, peak, 0.0),)
 

@@ -13,6 +13,7 @@ from .. import devices, pipelines
 from ..costs import workspace
 from ..liveness import timeline
 from ..options import format_bytes
+from ..pass_runs import Known
 from ..timing import cost_model
 from .timeline import frame, limit_line, scale, write_picture
 
@@ -82,14 +83,14 @@ def frontier(record: Compilation, budgets: Sequence[Any]) -> Frontier:
     captured, before = record.captured, record.before
     sizes = {devices.budget_bytes(b, before.peak_bytes, record.device, before.resident_bytes)
              for b in budgets}
-    points, heads = [], {}
+    points, known = [], Known()
     costs = workspace(captured, record.lowering)
     for size in sorted(sizes, reverse=True):
         if points and not points[-1].fits:  # what was the smallest for more is it for less
             points.append(replace(points[-1], budget_bytes=size))
             continue
         step, _ = pipelines.rewritten(captured, record.options, record.lowering, costs, size, record.device,
-                                      heads=heads)
+                                      known=known)
         point = Point(size, timeline(step, costs).peak_bytes, step.plan.seconds if step.plan else 0.0)
         if points and not point.fits:  # what a larger budget came by may be smaller still
             point = min(point, replace(points[-1], budget_bytes=size), key=lambda each: each.peak_bytes)

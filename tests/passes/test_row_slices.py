@@ -32,6 +32,23 @@ def of_some_sequences(logits, y):
     return F.cross_entropy(logits[1:3].reshape(-1, VOCABULARY), y[1:3].reshape(-1))
 
 
+def said(logits, y):
+    return logits.log_softmax(-1)[:, :-1].gather(2, y[:, 1:, None].clamp(0))
+
+
+def of_logarithms(logits, y):
+    return -said(logits, y).mean()
+
+
+def of_logarithms_with_entropies(logits, y):
+    shares = logits.softmax(-1)[:, :-1]
+    return -said(logits / 2, y).square().mean() - (shares * (shares + 1e-9).log()).sum(-1).mean()
+
+
+def of_scores(logits, y):
+    return (logits.logsumexp(-1)[:, :-1] - logits[:, :-1].gather(2, y[:, 1:, None].clamp(0))[..., 0]).mean()
+
+
 def test_golden():
     step = slice_first(loss_layer(of_next, shape=(2, 3), bias=True))
     step.verify()
@@ -69,7 +86,7 @@ backward:
   view_8: f64[6, 4] = view(slice_backward_0, [6, 4])
   t_1: f64[50, 4] = t(log_softmax_backward_data_0)
   mm_1: f64[50, 4] = mm(t_1, view_2)
-  sum_0: f64[50] = sum.dim_IntList(log_softmax_backward_data_0, [0])
+  sum_0: f64[50] = sum.dim_IntList(log_softmax_backward_data_0, [-2])
   view_9: f64[2, 3, 4] = view(view_8, [2, 3, 4])
   cos_0: f64[2, 3, 4] = cos(view_9)
 return getitem_0, cos_0, mm_1, sum_0
@@ -77,7 +94,8 @@ return getitem_0, cos_0, mm_1, sum_0
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("loss_of", [of_next, capped, by_copies, of_some_sequences])
+@pytest.mark.parametrize("loss_of", [
+    of_next, capped, by_copies, of_some_sequences, of_logarithms, of_logarithms_with_entropies, of_scores])
 def test_parts_of_the_rows_that_are_read(loss_of, bias):
     relative = 1e-5 if loss_of is by_copies else 1e-12
     before, after = chunk(loss_layer(loss_of, shape=SHAPE, bias=bias), ignored=True, relative=relative)
@@ -103,8 +121,8 @@ def test_nothing_to_do(step):
     assert slice_first(step).text() == text
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_operators_as_inductor_has_them(bias):
+@pytest.mark.parametrize("loss_of, bias", [(of_next, False), (of_next, True), (of_logarithms_with_entropies, True)])
+def test_operators_as_inductor_has_them(loss_of, bias):
     """A gradient is padded by a scatter into zeros there, and a loss is made of smaller operators."""
     torch.manual_seed(0)
     table, head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY, bias)
@@ -112,7 +130,7 @@ def test_operators_as_inductor_has_them(bias):
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x, y):
-        loss = of_next(head(torch.tanh(table(x))), y)
+        loss = loss_of(head(torch.tanh(table(x))), y)
         loss.backward()
         opt.step()
         opt.zero_grad()
