@@ -38,11 +38,10 @@ from .step_graph import OPERATOR, Phase, StepGraph
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 PADDED = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}  # and where what they pad is
-TURNED = (aten.t.default, aten.permute.default)
 # Zero where their first operand is, where one is, and where all are.
 BY_FIRST = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::clone", "aten::_to_copy", "aten::neg",
             "prims::convert_element_type", "aten::div", "aten::sum", "aten::t", "aten::permute", "aten::squeeze", "aten::unsqueeze",
-            "aten::tanh_backward", "aten::_log_softmax_backward_data", "aten::_softmax_backward_data", "aten::masked_fill"}
+            "aten::_log_softmax_backward_data", "aten::_softmax_backward_data", "aten::masked_fill"}
 BY_ONE = {"aten::mul", "aten::mm"}
 BY_ALL = {"aten::add", "aten::sub"}
 DEEPEST = 32  # operators from a gradient beside zeros to where others are added
@@ -125,9 +124,10 @@ def _through_zeros(starts: set[fx.Node], cut: Cut) -> Found | None:
     """Rule 1: what has zeros where `starts` have, with other gradients beside such zeros that it is added to."""
     rows, wide = prod(cut.lead), max(shape_of(start)[-1] for start in starts)
     zero, more, ends, products = set(starts), set[fx.Node](), dict[fx.Node, None](), list[fx.Node]()
+    known: dict[fx.Node, set[fx.Node] | None] = {}
 
     def is_zero(value: Any) -> bool:
-        beside = set() if value in zero else _zeros_of(value, cut)
+        beside = set() if value in zero else _zeros_of(value, cut, known)
         more.update(beside or ())
         return beside is not None
 
@@ -149,22 +149,24 @@ def _through_zeros(starts: set[fx.Node], cut: Cut) -> Found | None:
     return Found(cut, starts, rules, ends) if more <= starts else _through_zeros(starts | more, cut)
 
 
-def _zeros_of(value: Any, cut: Cut, depth: int = DEEPEST) -> set[fx.Node] | None:
+def _zeros_of(value: Any, cut: Cut, known: dict[fx.Node, set[fx.Node] | None], depth: int = DEEPEST) -> set[fx.Node] | None:
     """The gradients beside zeros that make the rows of `value` zero which are not of `cut`; None if they are not."""
     if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return None
-    if filled(value) == 0:
-        return set()
-    front, found = lead(value.meta["val"], prod(cut.lead)), set[fx.Node]()
-    if value.target in PADDED and _cut(value, front) == cut:
-        return {value}
+    if value not in known:
+        front, beside = lead(value.meta["val"], prod(cut.lead)), set[fx.Node]()
 
-    def is_zero(operand: Any) -> bool:
-        more = _zeros_of(operand, cut, depth - 1)
-        found.update(more or ())
-        return more is not None
+        def is_zero(operand: Any) -> bool:
+            more = _zeros_of(operand, cut, known, depth - 1)
+            beside.update(more or ())
+            return more is not None
 
-    return found if front is not None and depth and _keeps_zeros(value, is_zero) else None
+        if value.target in PADDED and _cut(value, front) == cut:
+            beside = {value}
+        elif filled(value) != 0 and not (front is not None and depth and _keeps_zeros(value, is_zero)):
+            beside = None
+        known[value] = beside
+    return known[value]
 
 
 def _keeps_zeros(node: fx.Node, is_zero: Callable[[Any], bool]) -> bool:
@@ -173,6 +175,10 @@ def _keeps_zeros(node: fx.Node, is_zero: Callable[[Any], bool]) -> bool:
         return is_zero(given[0]) and (name != "aten::masked_fill" or node.args[2] == 0)
     if name == "prims::fma":  # a·b + c
         return is_zero(node.args[2]) and any(map(is_zero, given))
+    if name == "aten::where":
+        return all(map(is_zero, node.args[1:]))
+    if name.endswith("_backward") and torch.Tag.pointwise in node.target.tags:  # a gradient times a derivative
+        return is_zero(given[0])
     return name in BY_ONE and any(map(is_zero, given)) or name in BY_ALL and all(map(is_zero, given))
 
 
@@ -215,7 +221,7 @@ class _Rows:
         if need == WHOLE or value in self.made:
             return self.made.get(value, value)
         if need == COLUMNS:
-            turned = value.args[0] if value.target in TURNED else self.step.call(value, aten.t.default, value)
+            turned = value.args[0] if _is_turned(value) else self.step.call(value, aten.t.default, value)
             return self.step.call(value, aten.t.default, self._operand(reader, turned, ROWS))
         return self._kept(reader, value)
 
@@ -287,6 +293,10 @@ def _erase_unread(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
     for node in reversed([*nodes]):
         if not node._erased and not node.users:
             step.erase(node)
+
+
+def _is_turned(matrix: fx.Node) -> bool:
+    return matrix.target is aten.t.default or matrix.target is aten.permute.default and [d % 2 for d in matrix.args[1]] == [1, 0]
 
 
 def _copies(node: fx.Node) -> bool:

@@ -4,7 +4,8 @@ the smallest peak.
 Plans come of an integer program (`integer_program`), of which only some positions are written out. A plan is simulated
 exactly (`rematerialization.simulate`), and where it is over the limit that position is added and the program solved again: first
 coarsely, to see which positions are missing, then to `GAP`. HiGHS (through scipy) proves the gap of such a program's solution.
-Where nothing overflows but the search has ended at its nodes, it gets `MORE`, of fewer decisions.
+Where nothing overflows but the search has ended at its nodes, it gets `MORE`, of fewer decisions; behind plans that overflowed
+no more than is left of its `WORK`.
 
 Where the position is there and the chain of recomputations itself is what overflows, a burst, the program is not right about it.
 Then plans are looked for in three ways, and the fastest is taken: plans are changed until they fit (`mending`), also one with all
@@ -39,6 +40,7 @@ ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
 MORE = 10_000_000  # rows times nodes of the search tree, where nothing overflows: four seconds of small programs, up to 16 of large ones
+ROOT = 20  # nodes of the search tree that take what its root does
 BURST = 0.05  # of the limit: what is above it by more is in a burst, and not at a position that was not written out
 LESS = (0, 0.002, 0.005, 0.01, 0.02, 0.04)  # of the limit, by which a program aims lower until a plan fits
 FAR = 8  # times a step of these, beyond which it is passed by: so far above the limit is the last plan
@@ -135,7 +137,9 @@ def _cheapest(search: _Search) -> Solution | None:
     if fine and fine.peak_bytes <= limit:
         if search.gap > GAP and rough.peak_bytes > limit:
             model.rule_out(slack, limit, search.best.again, search.best.packed)
-            search.nearest(model, slack, GAP, 1, nodes=more)
+            left = int((WORK - search.work) * ROOT / len(model.rows.low))  # there is a plan, and proofs are dear
+            if left > NODES:
+                search.nearest(model, slack, GAP, 1, nodes=min(more, left))
     elif fine and (fine.peak_bytes <= limit * (1 + FUTILE) or search.work < LITTLE):
         search.by_moments(fine)
         if search.gap > GAP:

@@ -91,6 +91,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of each class": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).to(z.dtype)),
     "policy, by log_softmax": lambda z, y: clipped(by_log_softmax(z, y), y),
     "policy, shifted and scaled": lambda z, y: clipped(by_log_softmax(z[:, :-1] / 0.9, y[:, 1:]), y[:, 1:]),
+    "policy, sliced behind log_softmax": lambda z, y: clipped(
+        z.log_softmax(-1)[:, :-1].gather(-1, y[:, 1:, None]).squeeze(-1), y[:, 1:]),
     "policy, by logsumexp": lambda z, y: clipped(by_logsumexp(z, y), y),
     "preference, by logsumexp": lambda z, y: preference(by_logsumexp(z, y), y),
     "preference, by halves": by_halves,

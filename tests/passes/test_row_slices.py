@@ -1,9 +1,13 @@
 """Losses of some rows of the logits, mostly those of the next token."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from graphs import captured
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from test_chunk_logits import VOCABULARY, chunk, loss_layer, refusal, widest
 from torch import nn
 
@@ -100,6 +104,34 @@ def test_parts_of_the_rows_that_are_read(loss_of, bias):
     relative = 1e-5 if loss_of is by_copies else 1e-12
     before, after = chunk(loss_layer(loss_of, shape=SHAPE, bias=bias), ignored=True, relative=relative)
     assert after < 0.8 * before
+
+
+def of_targets(z, y):
+    return z.gather(2, y[..., None]).mean()
+
+
+FUNCTIONS = (torch.tanh, F.relu, lambda z: z.softmax(-1), lambda z: z.log_softmax(-1), lambda z: z - z.amax(-1, keepdim=True),
+             lambda z: z / (1 + z.square().sum(-1, keepdim=True)), lambda z: z.masked_fill(z > 0.5, 0.0))
+LOSSES = (of_targets, lambda z, y: z.square().mean(), lambda z, y: z.logsumexp(-1).mean(), lambda z, y: z.amax(-1).square().mean(),
+          lambda z, y: F.cross_entropy(z.reshape(-1, VOCABULARY), y.reshape(-1)), lambda z, y: (z * z.softmax(-1)).sum(-1).mean())
+
+
+@settings(max_examples=12, phases=[Phase.generate])  # to make a failure smaller takes minutes
+@given(st.data())
+def test_any_functions_in_front_of_a_slice_and_behind_it(data):
+    """Losses of one slice of the rows, each of functions of its own of the logits, go in parts with the same numbers."""
+    cut = data.draw(st.sampled_from([(slice(1, 3),), (slice(None), slice(0, -1)), (slice(None), slice(2, 4))]))
+    some = st.lists(st.sampled_from(FUNCTIONS), max_size=2)
+    terms = data.draw(st.lists(st.tuples(some, some, st.sampled_from(LOSSES)), min_size=1, max_size=3))
+
+    def loss_of(logits, y):
+        total = 0
+        for before, behind, loss in terms:
+            z = functools.reduce(lambda value, function: function(value), before, logits)[cut]
+            total = total + loss(functools.reduce(lambda value, function: function(value), behind, z), y[cut])
+        return total
+
+    chunk(loss_layer(loss_of, shape=SHAPE))
 
 
 @pytest.mark.parametrize("kept", [
