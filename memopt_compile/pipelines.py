@@ -48,6 +48,7 @@ from .passes.stack_padded import StackPadded
 from .passes.update_early import UpdateEarly
 from .passes.update_in_place import UpdateInPlace
 from .passes.write_back_early import WriteBackEarly
+from .passes.write_each_update import WriteEachUpdate
 from .planning.planner import GAP
 from .planning.rematerialization import Means
 from .step_graph import StepGraph
@@ -100,6 +101,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
             HostAhead, options.cuda_graphs is True, rounds=eager)),
         # A state that several gradients enter is written after each, which then dies.
         (True, WriteBackEarly),
+        # Of several updates in a step each is written: parameters and states are there once. (Eager writes all of them in place.)
+        (not eager, WriteEachUpdate),
         # Parameters in low precision are decoded by each reader for itself.
         (True, DequantizeOnUse),
         # Several backwards through one forward go side by side, and let go of activations together.

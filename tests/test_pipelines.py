@@ -121,6 +121,7 @@ def test_the_default_story(lowering):
         *(["replay_dropout"] if lowering == "eager" else []),
         "honour_checkpoints",
         "write_back_early",
+        *(["write_each_update"] if lowering == "inductor" else []),
         "dequantize_on_use",
         "join_backwards",
         "stack_padded",
