@@ -102,7 +102,8 @@ def default(options: Options, lowering: str, limit_bytes: int | None = None,
         # A state that several gradients enter is written after each, which then dies.
         (True, WriteBackEarly),
         # Of several updates in a step each is written: parameters and states are there once. (Eager writes all of them in place.)
-        (not eager, WriteEachUpdate),
+        # Not where few bits may have the step taken back, before it has written anything.
+        (not eager and options.compress is None, WriteEachUpdate),
         # Parameters in low precision are decoded by each reader for itself.
         (True, DequantizeOnUse),
         # Several backwards through one forward go side by side, and let go of activations together.

@@ -14,7 +14,7 @@ Before:  p1 = p - g1; loss2 = f(p1); g2 = ..; p2 = p1 - g2; p := p2
 After:   p1 = p - g1; p := p1; loss2 = f(p); g2 = ..; p2 = p - g2; p := p2
 
 Memory: parameters and states are there once, not once for each update. Numerics: bitwise. The eager lowering writes all of these in
-place already (`reuse_buffers`).
+place already (`reuse_buffers`). A step that is written to so early cannot be taken back (`check_finite`).
 """
 
 from __future__ import annotations
