@@ -55,8 +55,8 @@ ON_A_GPU = (*LIBRARY, *PRODUCTS, "_efficient_attention", "_flash_attention", "na
 COMPOSED = ("deg2rad", "float_power", "isfinite", "isinf", "ldexp", "mvlgamma", "native_dropout_backward", "rad2deg", "rrelu")
 ROOM = 0.5  # of the bytes that are free there
 
-# These go on until their numbers are small enough: they are run on numbers that have them go furthest.
-UNTIL_SMALL = ("linalg_matrix_exp",)
+# Run on numbers from [0, 1): these go on until their numbers are small enough, or refuse zeros.
+SPREAD = ("linalg_matrix_exp", "multinomial")
 COUNT = ("nonzero", "unique", "_unique")  # how many results these make goes by the numbers they are run on
 
 log = logging.getLogger("memopt_compile")
@@ -241,7 +241,7 @@ def _measure(target: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     there = None if compiled else "cpu" if target.namespace == "memopt" else device
     drawing = [] if there == "cpu" or device.type == "cpu" else [device]
     with real_tensors(), torch.random.fork_rng(devices=drawing), torch.no_grad(), few_slabs(device):
-        args, kwargs = stand_ins((args, kwargs), there, random=target.__name__.startswith(UNTIL_SMALL),
+        args, kwargs = stand_ins((args, kwargs), there, random=target.__name__.startswith(SPREAD),
                                  apart=target.__name__.startswith(COUNT))
         run = partial(target, *args, **kwargs)
         try:

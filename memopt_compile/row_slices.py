@@ -253,10 +253,9 @@ class _Rows:
 
 def _unpad(step: StepGraph, start: fx.Node, found: Found, rows: _Rows) -> None:
     """Rule 1."""
-    padding = PADDED[start.target]
     for each in found.starts:
         with step.graph.inserting_before(each):
-            rows.made[each] = rows.matrix(each, each.args[padding])
+            rows.made[each] = rows.matrix(each, each.args[PADDED[each.target]])
     rows.compute(found.rules)
     for node, how in found.rules.items():
         if how.result == SUM:
@@ -264,7 +263,7 @@ def _unpad(step: StepGraph, start: fx.Node, found: Found, rows: _Rows) -> None:
     for node in found.ends:
         with step.graph.inserting_before(node):
             value, shape = rows.shaped(node, rows.made[node]), [*rows.cut.lead, *shape_of(rows.made[node])[1:]]
-            if padding == 0:
+            if PADDED[start.target] == 0:
                 value = step.call(node, start.target, value, shape, *rows.cut.at, 1)
             else:
                 zeros = step.graph.node_copy(start.args[0])
@@ -274,7 +273,7 @@ def _unpad(step: StepGraph, start: fx.Node, found: Found, rows: _Rows) -> None:
             if shape != list(shape_of(node)):
                 value = step.call(node, aten.view.default, value, list(shape_of(node)))
         step.replace(node, value)
-    _erase_unread(step, [*(each.args[0] for each in found.starts if padding), *found.starts, *found.rules])
+    _erase_unread(step, [*(each.args[0] for each in found.starts if PADDED[each.target]), *found.starts, *found.rules])
 
 
 def _cut_first(step: StepGraph, found: Found, rows: _Rows) -> None:

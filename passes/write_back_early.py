@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from memopt_compile.ordering import is_collective, is_random
-from memopt_compile.step_graph import Phase, Role, StepGraph, storage_roots
+from memopt_compile.step_graph import Phase, Role, StepGraph, alike, storage_roots
 from memopt_compile.step_pass import StepPass
 
 COPY = torch.ops.aten.copy_.default
@@ -95,7 +95,7 @@ def _versions(step: StepGraph, write: fx.Node, complete: dict[fx.Node, int]) -> 
             if value.op == "placeholder" or step.phase(value) is not Phase.UPDATE:
                 continue
             if -1 < complete[value] < complete[node]:
-                kind = found if _alike(value, state) else decoded
+                kind = found if alike(value, state) else decoded
                 kind.setdefault(complete[value], set()).add(value)
             if value not in seen:
                 seen.add(value)
@@ -123,16 +123,11 @@ def _sources(step: StepGraph, values: set[fx.Node], here: Callable[[fx.Node], bo
             if value in seen or step.phase(value) is not Phase.UPDATE or not here(value):
                 continue
             seen.add(value)
-            if _alike(value, state):
+            if alike(value, state):
                 found.add(value)
             else:
                 stack.append(value)
     return found
-
-
-def _alike(value: fx.Node, state: fx.Node) -> bool:
-    a, b = value.meta.get("val"), state.meta["val"]
-    return isinstance(a, Tensor) and a.dtype == b.dtype and a.shape == b.shape
 
 
 def _can_replace(step: StepGraph, value: fx.Node, write: fx.Node,

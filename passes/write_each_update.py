@@ -8,7 +8,8 @@ comes to is a value of its own, beside what it was made of, until the last is wr
 2. What an update comes to is the last of the line in front of the first gradient of a later backward; so is what is written at
    the end, if another backward follows (through a critic, after its update).
 3. It is written to s where it stands, and read in s from then on, if nothing behind it reads what was in s before, nor a
-   view of that, and it is no result of the step. What would be read too late is left as it is.
+   view of that, nothing behind the next write reads it, and neither it nor a view of it is a result of the step. Else it
+   is left as it is.
 
 Before:  p1 = p - g1; loss2 = f(p1); g2 = ..; p2 = p1 - g2; p := p2
 After:   p1 = p - g1; p := p1; loss2 = f(p); g2 = ..; p2 = p - g2; p := p2
@@ -25,9 +26,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from memopt_compile.step_graph import OPERATOR, Role, StepGraph, storage_roots
+from memopt_compile.step_graph import OPERATOR, Role, StepGraph, alike, storage_roots
 from memopt_compile.step_pass import StepPass
 
 COPY = torch.ops.aten.copy_.default
@@ -53,13 +54,11 @@ class WriteEachUpdate(StepPass):
         for node in sorted(step.gradients):
             first.setdefault(step.gradients[node], node)
         for write in [n for n in step.computing() if n.target is COPY]:
-            shared = held[state := write.args[0]]
-            if roles.get(state) not in (Role.PARAMETER, Role.STATE) or not state.meta["val"].dim() or (
-                    sum(n.target is COPY for n in shared) > 1):
-                continue
-            for value in reversed(list(_updates(write, first.values()))):
-                if not _write(step, write, value, shared):
-                    break
+            state = write.args[0]
+            if roles.get(state) in (Role.PARAMETER, Role.STATE) and state.meta["val"].dim() and (
+                    sum(n.target is COPY for n in held[state]) == 1):
+                for value in reversed(list(_updates(write, first.values()))):
+                    _write(step, write, value, held[state], held[value])
 
 
 def _updates(write: fx.Node, first: Collection[fx.Node]) -> Iterator[fx.Node]:
@@ -67,7 +66,7 @@ def _updates(write: fx.Node, first: Collection[fx.Node]) -> Iterator[fx.Node]:
     state, final = write.args[:2]
     line = [final]
     while line[-1] is not state:
-        if (before := _made_of(line[-1])) is None or not _alike(before, state):
+        if (before := _made_of(line[-1])) is None or not alike(before, state):
             return
         line.append(before)
     behind: fx.Node | None = None  # the update behind, or what is written at the end
@@ -85,26 +84,22 @@ def _made_of(node: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
-def _alike(value: fx.Node, state: fx.Node) -> bool:
-    a, b = value.meta.get("val"), state.meta["val"]
-    return isinstance(a, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-
-
-def _write(step: StepGraph, last: fx.Node, value: fx.Node, shared: list[fx.Node]) -> bool:
-    """Rule 3, for an input that is written `last` and whose storage these nodes have; whether `value` may be written."""
+def _write(step: StepGraph, last: fx.Node, value: fx.Node, shared: list[fx.Node], views: list[fx.Node]) -> None:
+    """Rule 3, for an input that is written `last` and whose storage `shared` has, and `value`, that `views` show."""
+    final = value is last.args[1]
     late = (user for n in shared for user in n.users if value < user and not (user.target is COPY and user.args[0] is n))
-    if any(late) or any(user.op == "output" for user in value.users):
-        return False
+    later = (user for n in views for user in n.users if user.op == "output" or not final and last < user)
+    if any(late) or any(later):
+        return
     early = last
-    if value is last.args[1]:
+    if final:
         value.append(last)
     else:
         with step.graph.inserting_after(value):
             early = step.graph.call_function(COPY, (last.args[0], value))
         early.meta = {**value.meta, "val": last.meta["val"]}
         last.args = (early, *last.args[1:])
-        shared.append(early)
+        shared += [early, *views]
     step.phases[early] = step.phase(value)
     for user in [user for user in value.users if user is not early]:
         user.replace_input_with(value, early)
-    return True

@@ -52,7 +52,7 @@ def dry_call(source: str, branch: bool = True) -> Callable[[list], Any]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "run":
             node.args = []  # of a Triton kernel: numbers are read from tensors there, and fake ones have none
     scope: dict[str, Any] = {name: _Nothing() for name in _names(body) if not hasattr(builtins, name)}
-    scope |= {"torch": torch, "aten": torch.ops.aten, "math": math,
+    scope |= {"torch": torch, "aten": torch.ops.aten, "math": math, "device": torch.device,
               "extern_kernels": _Externs(), "reinterpret_tensor": torch.as_strided}
     scope |= {name: _allocator(name) for name in scope if name.startswith("empty_strided_")}
     exec(compile(ast.fix_missing_locations(body), "<dry run>", "exec"), scope)

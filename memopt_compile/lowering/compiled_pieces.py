@@ -29,8 +29,8 @@ from .donating import given_away
 from .pieces import OWNED, Piece
 from .storing import is_call, read_before_writes, store_before_updates, store_between
 
-# Left to PyTorch's kernels where an index is a mask, or with `fallback_random`, and then only seen in a dry run.
-SOMETIMES = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.native_dropout.default)
+# Left to PyTorch's kernels where an index is a mask, and then only seen in a dry run.
+BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
 
 # Operators whose fake results are new tensors, though they make none of the device.
 NO_MEMORY = (TO_HOST, GATHER_INTO, GATHERS_INTO, WAIT)
@@ -203,7 +203,9 @@ def watch(inputs: list[Any]) -> dry_run.AllocationWatch:
 
 
 def library_workspace(target: Any, args: Any, kwargs: Any) -> int:
-    called = called_by_inductor(target, pytree.tree_leaves((args, kwargs))) or compat_kernels.falls_back(target) or target in SOMETIMES
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())  # with `fallback_random`, and some always
+    called = draws or target in BY_MASK or compat_kernels.falls_back(target) or called_by_inductor(
+        target, pytree.tree_leaves((args, kwargs)))
     return workspace_bytes(target, args, kwargs) if called else 0
 
 

@@ -319,13 +319,17 @@ def test_a_dry_run_reads_no_number_for_a_triton_kernel():
     assert made.shape == (3,)
 
 
-def test_what_the_kernel_of_dropout_holds_is_counted():
-    """With eager's random numbers it is PyTorch's own, which makes more than its results."""
+@pytest.mark.parametrize("draw", [
+    lambda h: F.dropout(h, 0.1),
+    lambda h: h * torch.randint(3, h.shape),
+    lambda h: h + torch.multinomial(h.detach().softmax(-1), 1),
+], ids=["a kernel that holds more than its results", "no operand is a tensor", "zeros are refused"])
+def test_what_draws_eagers_numbers_is_counted(draw):
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 2))
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 2))
 
     def step(x):
-        loss = model(x).square().mean()
+        loss = model[1](draw(model[0](x))).square().mean()
         loss.backward()
         model.zero_grad()
         return loss.detach()
