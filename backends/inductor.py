@@ -15,6 +15,7 @@ printable (`Lowered.source`):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,15 +90,18 @@ class TooLarge:
     lowered: Callable[[], Lowered]
 
 
-def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: int | None = None) -> Lowered | TooLarge:
+def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: int | None = None,
+          aim: float = math.inf) -> Lowered | TooLarge:
     """Compile the step's pieces and the program that calls them.
 
     `later`: the C++ compiler, which takes most of the time, waits until `finish` is called: a program of which only
     the peak is asked does without it.
 
     `within`: bytes for the transient peak; `finish` is then the caller's, for the program that is taken. The pieces
-    where the schedule has most alive are lowered first. While the peak is above, the piece that it is in takes the
-    order that needs less; once that one has it, no other piece's order could help, and the program is too large.
+    where the schedule has most alive are lowered first. While the peak is above, the piece that it is in is lowered in
+    another way that needs less; once there is none, no other piece's could help, and the program is too large.
+
+    `aim`: bytes for the transient peak of a program that may have more: only pieces that are above are lowered in another way.
     """
     step = read_back(inlined(step, decompositions()))
     if whole or not can_cut(step):
@@ -125,14 +129,15 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
         return {name: max(run[name] for run in runs) for name in runs[0]}
 
     highest = {} if within is None else peaks()  # of what is lowered so far
+    most = aim if within is None else within
 
     def fits(*lowered: str) -> bool:
         """Whether the program does, now that these are. What a piece has beside its results is alive in it alone, so that the
         others need not be run for that."""
         for name in lowered:
             highest[name] = peaks(name)[name]
-        while highest[worst := max(highest, key=highest.__getitem__)] > within:
-            if not (worst and made.reorder(worst)):
+        while highest[worst := max(highest, key=highest.__getitem__)] > most:
+            if not (worst and made.smaller(worst)):
                 return False
             highest[worst] = peaks(worst)[worst]
         return True
@@ -143,6 +148,9 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
             made.lower(name)
         if within is not None:
             fits(*missing)
+        elif aim < math.inf:
+            highest.update(peaks(*distinct))
+            fits()
         run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
         return Lowered(run, text, tuple(called), tuple(made.new), lambda: max(peaks(*distinct).values()), made.finish)
 

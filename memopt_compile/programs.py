@@ -252,9 +252,9 @@ def _lowered(step: StepGraph, record: Compilation) -> tuple[Callable | inductor.
     if record.lowering == "eager":
         return eager.lower(step), timeline(step, workspace_of(step, "eager")).peak_bytes
     limit, resident = record.budget_bytes, resident_bytes(step)
-    # With a budget this may be one try of several: kernels are for the one that is taken.
+    # With a budget this may be one try of several: kernels are for the one that is taken. Without, it has not to need more than in eager.
     lowered = inductor.lower(step, whole=not record.options.pieces, later=nothing_runs(),
-                             within=None if limit is None else limit - resident)
+                             within=None if limit is None else limit - resident, aim=record.before.peak_bytes - resident)
     known = lowered.least_bytes if isinstance(lowered, inductor.TooLarge) else inductor.predicted_transient_peak(lowered)
     return lowered, resident + known
 

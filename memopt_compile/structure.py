@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from .lowering.pieces import body, label, longest_repetition
+from .lowering.pieces import body, label
+from .lowering.repetition import longest_repetition
 from .planning.rematerialization import Problem
 from .step_graph import Phase, StepGraph
 

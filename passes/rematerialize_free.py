@@ -23,7 +23,7 @@ captured, the peak is often the pile of gradients at the end.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from torch import fx
 
 from memopt_compile.liveness import Workspace, lifetimes
 from memopt_compile.ordering import fuses, reduces_little, weight
-from memopt_compile.planning.recomputing import kept_by_the_user, overwritten_early, recompute
+from memopt_compile.planning.recomputing import Writes, kept_by_the_user, recompute
 from memopt_compile.step_graph import (
     Phase,
     StepGraph,
@@ -70,16 +70,14 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     """The forward values that backward should compute again (rules 1 to 6)."""
     forward = [n for n in step.computing() if step.phase(n) is Phase.FORWARD]
     inside = set(forward)
-    overwritten = overwritten_early(step)
     roots = storage_roots(step.graph)
+    runs_again = _can_run_again(step, roots)
     results = {r for a in step.graph.output_node().all_input_nodes for r in roots[a]}
     network = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
     for node in forward:
         view = bool(aliased_args(node))
-        late = any(step.phase(user) is Phase.UPDATE for user in node.users)  # rule 5
-        again = _free(node) and not late and not (roots[node] & overwritten) and not any(
-            roots[a] & overwritten for a in node.all_input_nodes)
+        again, late = node in runs_again, any(step.phase(user) is Phase.UPDATE for user in node.users)
         free = late or roots[node] <= results
         keep = None if view and again else 0 if free else nbytes(node.meta.get("val"))
         _edge(network, (node, "made"), (node, "kept"), keep)
@@ -93,6 +91,23 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
             _edge(network, (node, "kept"), "sink", None)  # rule 3
     behind = _nearest_cut(network)
     return {n for n in forward if _free(n) and (n, "made") in behind}
+
+
+def _can_run_again(step: StepGraph, roots: Mapping[fx.Node, Collection[fx.Node]]) -> set[fx.Node]:
+    """What of forward has its operands wherever it can have to run again: for its own readers, or for what is made of it again."""
+    writes, again = Writes(step), set[fx.Node]()
+    position = {node: at for at, node in enumerate(step.computing())}
+    latest: dict[fx.Node, int] = {}  # position before which it can have to run again
+    for node in reversed(position):
+        if step.phase(node) is not Phase.FORWARD:
+            continue
+        latest[node] = max((latest[u] if u in again else -1 if step.phase(u) is Phase.FORWARD else position[u]
+                            for u in node.users if u in position), default=-1)
+        late = any(step.phase(user) is Phase.UPDATE for user in node.users)  # rule 5
+        if _free(node) and not late and node not in writes.early and not writes.between(
+                {r for a in node.all_input_nodes for r in roots[a]}, position[node], latest[node]):
+            again.add(node)
+    return again
 
 
 def _free(node: fx.Node) -> bool:

@@ -156,7 +156,13 @@ def _no_guards_on_constants(shapes: Any) -> Iterator[None]:
     shapes.guards[guards:] = [g for g in shapes.guards[guards:] if not g.expr.free_symbols & made]
 
 
-def compile_graph(module: fx.GraphModule, stores: bool = False, in_order: bool = False,
+def turns_layouts(graph: fx.Graph) -> bool:
+    """Whether Inductor is to turn what convolutions read to channels-last. On CPUs that is for oneDNN, which has none in float64."""
+    values = [n.meta["val"] for n in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)]
+    return config.layout_optimization and any(v.device.type != "cpu" or v.dtype != torch.float64 for v in values)
+
+
+def compile_graph(module: fx.GraphModule, stores: bool = False, in_order: bool = False, as_traced: bool = False,
                   given: Sequence[int] = ()) -> tuple[Callable[[list], Any], str]:
     """The boxed callable that Inductor makes of `module`, and the wrapper's source.
 
@@ -164,8 +170,9 @@ def compile_graph(module: fx.GraphModule, stores: bool = False, in_order: bool =
     them. CUDA graphs are off: a piece's inputs move from call to call. With `stores`, what is
     read several times is stored between, if it takes more than a few operators: see `computed_again`.
 
-    Inductor puts each operator right before its first reader, unless the graph's order is to be kept (`in_order`). Inputs
-    of the numbers `given`, whose names have to be their own, may be written over.
+    Inductor puts each operator right before its first reader, unless the graph's order is to be kept (`in_order`), and turns what
+    convolutions read to channels-last, unless it is to lie `as_traced`. Inputs of the numbers `given`, whose names have to be their own,
+    may be written over.
     """
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _spell_out_alpha(module)
@@ -178,7 +185,8 @@ def compile_graph(module: fx.GraphModule, stores: bool = False, in_order: bool =
         i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)]
     # A context of its own: what Inductor notes in it belongs to this graph alone.
     realized = config.patch(realize_opcount_threshold=8) if stores else computed_again(module.graph)
-    placed = config.patch(reorder_for_locality=config.reorder_for_locality and not in_order)
+    placed = config.patch(reorder_for_locality=config.reorder_for_locality and not in_order,
+                          layout_optimization=not as_traced and turns_layouts(module.graph))
     with tracing(TracingContext(_fake_mode(values))), realized, placed, as_memopt_wants(), writing_into(given):
         compiled = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled, getattr(compiled, "source_code", "")

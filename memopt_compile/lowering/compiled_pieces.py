@@ -4,7 +4,8 @@ Inductor puts every operator right before its first reader. Gradients of weights
 up over micro-batches, thus come last, and two activations are held for each. It has an order for the peak, too, that
 goes by what is best for the next operator, and mostly makes up for that: but where activations are computed again,
 several layers' may then be alive at once. In the schedule's order more loops become one, and what these read is held
-for longer. Which of the two needs less differs from piece to piece, and only Inductor's code tells.
+for longer. Which of the two needs less differs from piece to piece, and only Inductor's code tells. On CPUs it also turns convolutions
+to channels-last, which saves oneDNN's copies, or adds some of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +44,15 @@ class Compiled:
     kernels: inductor.Kernels
 
 
-_cache: dict[tuple[str | None, bool, str], Compiled] = {}
+@dataclass(frozen=True)
+class Way:
+    """How a piece is lowered, as `inductor.compile_graph` has it."""
+
+    in_order: bool = False
+    as_traced: bool = False
+
+
+_cache: dict[tuple[str | None, Way, str], Compiled] = {}
 
 
 def forget_pieces() -> None:
@@ -51,8 +60,8 @@ def forget_pieces() -> None:
 
 
 class Pieces:
-    """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's order within
-    each until `reorder` is called, and ``new`` the names of those that were not compiled before.
+    """The distinct pieces of one program, by name: ``bound`` has those that were asked for, in Inductor's way
+    until `smaller` is called, and ``new`` the names of those that were not compiled before.
 
     `begin`: the C++ compiler works on a piece while the next one is lowered. Else it waits for that of the piece's kernels,
     or for `finish`, which comes before the first call. Triton's processes begin at once.
@@ -64,24 +73,29 @@ class Pieces:
         self.results = {name: _making(_results_of(part)) for name, part in parts.items()}  # as the last dry run had them
         self.new: list[str] = []
         self._stored: set[str] = set()
-        self._reordered: set[str] = set()
+        self._way = dict.fromkeys(parts, Way())
+        self._tried: set[tuple[str, str]] = set()
 
     def lower(self, name: str) -> None:
         if name not in self.bound:
             with stage(f"lowering piece {len(self.bound) + 1} of {len(self.parts)}"):
-                self.bound[name] = self._compiled(name, in_order=False)
+                self.bound[name] = self._compiled(name, Way())
 
-    def reorder(self, name: str) -> bool:
-        """Take the order within a piece that needs less; False where that is the one it has, or it is not lowered yet."""
+    def smaller(self, name: str) -> bool:
+        """Lower a piece in another way that needs less; False where none does, or it is not lowered yet."""
         part = self.parts[name]
-        if name not in self.bound or name in self._reordered or sum(map(is_call, part.graph.nodes)) <= 1:
-            return False  # (Without calls of a library, or with one, there is little to order.)
-        self._reordered.add(name)
         given = [(n.name, n.meta["val"]) for n in part.graph.find_nodes(op="placeholder")]
-        other = self._compiled(name, in_order=True)
-        if fewer := _peak_bytes(other.source, given) < _peak_bytes(self.bound[name].source, given):
-            self.bound[name] = other
-        return fewer
+        for kind, there in (("in_order", sum(map(is_call, part.graph.nodes)) > 1),  # with one call there is little to order
+                            ("as_traced", self.on_cpu and inductor.turns_layouts(part.graph))):
+            if name not in self.bound or not there or (name, kind) in self._tried:
+                continue
+            self._tried.add((name, kind))
+            way = replace(self._way[name], **{kind: True})
+            other = self._compiled(name, way)
+            if _peak_bytes(other.source, given) < _peak_bytes(self.bound[name].source, given):
+                self.bound[name], self._way[name] = other, way
+                return True
+        return False
 
     def dry_calls(self, branch: bool, names: Collection[str]) -> dict[str, Callable[[list], Any]]:
         """What stands for each piece in a dry run: for those of these `names` that are lowered all that they allocate, for
@@ -117,9 +131,9 @@ class Pieces:
                 del _cache[key]
             raise
 
-    def _compiled(self, name: str, in_order: bool) -> Compiled:
+    def _compiled(self, name: str, way: Way) -> Compiled:
         part = self.parts[name]
-        key = (part.key, in_order, str(inductor.settings()))
+        key = (part.key, way, str(inductor.settings()))
         if key in _cache:
             return _cache[key]
         if name not in self._stored:
@@ -131,7 +145,7 @@ class Pieces:
             self.new.append(name)
         kernels = inductor.Kernels()
         with kernels.put_off(begin=self.at_once):
-            compiled = Compiled(*inductor.compile_graph(part.module(), in_order=in_order, given=given_away(part.graph)), kernels)
+            compiled = Compiled(*inductor.compile_graph(part.module(), given=given_away(part.graph), **asdict(way)), kernels)
         if part.key is not None:
             _cache[key] = compiled
         return compiled

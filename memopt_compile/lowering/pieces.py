@@ -27,6 +27,8 @@ Rules:
 8. With an arena the same goes for collectives, their waits, and whatever writes a tenant. So what comes
    into bytes of the arena comes when the schedule says so, and pieces see tenants as any other input:
    no two that a piece is given share bytes. (Rule 6 has nothing left to do then.)
+9. Where one backward is over and forward goes on to the next, there is a cut but within a repetition: else Inductor sums up gradients
+   of both in one loop, and so holds the activations of both.
 """
 
 from __future__ import annotations
@@ -44,13 +46,11 @@ import torch
 from torch import Tensor, fx
 
 from ..collectives import is_collective
-from ..step_graph import StepGraph, aliased_args, mutated_args, nbytes
+from ..step_graph import Phase, StepGraph, aliased_args, mutated_args, nbytes
 from .between import SEEDS, in_its_place, is_number
-from .repetition import longest_repetition
+from .repetition import cuts
 
-LONGEST = 400  # operators: above that look for repetition inside, or cut where little is live
 OWNED = "arg"  # Inductor holds inputs so named for its caller's, and takes any other for one it may free
-WORTH = 30  # operators, a second of compilation: a repetition that saves less is not worth the calls
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _ITEM = "aten._local_scalar_dense.default"
@@ -185,8 +185,8 @@ def sources(node: fx.Node) -> Iterable[fx.Node]:
 # ------------------------------------------------------------------------ where to cut
 
 
-def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
-    """Positions in `nodes` (a `body`) at which a new piece begins, without 0."""
+def cut_points(nodes: Sequence[fx.Node], borders: Sequence[int] = ()) -> list[int]:
+    """Positions in `nodes` (a `body`) at which a new piece begins, without 0. Outside repetitions there is one at each of `borders`."""
     known: dict[str, int] = {}
     labels = np.array([known.setdefault(label(n), len(known)) for n in nodes], dtype=np.int64)
     place = {n: i for i, n in enumerate(nodes)}
@@ -197,7 +197,7 @@ def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
     def crossing(span: int) -> np.ndarray:
         return _crossing(len(nodes), reads, sizes, span)
 
-    return sorted(set(_cuts(labels, crossing, 0, len(nodes))).difference((0, len(nodes)), _together(nodes)))
+    return sorted(set(cuts(labels, crossing, borders, 0, len(nodes))).difference((0, len(nodes)), _together(nodes)))
 
 
 def _together(nodes: Sequence[fx.Node]) -> Iterable[int]:
@@ -234,40 +234,12 @@ def _crossing(count: int, reads: list[tuple[int, int]], sizes: np.ndarray,
     return np.cumsum(change)[:count + 1]
 
 
-def _cuts(labels: np.ndarray, crossing: Callable[[int], np.ndarray], low: int,
-          high: int) -> list[int]:
-    """Cuts of [low, high): around each turn of its longest repetition, and so on outside it."""
-    start, period, length = longest_repetition(labels[low:high]) or (0, 0, 0)
-    if length - period < WORTH:
-        return _split(crossing, low, high)
-    start, turns = _align(crossing(period), low + start, period, length)
-    points = [start + k * period for k in range(turns + 1)]
-    if period > LONGEST:
-        inner = _cuts(labels, crossing, start, start + period)
-        points += [p + k * period for p in inner for k in range(turns)]
-    return [*_cuts(labels, crossing, low, start), *points,
-            *_cuts(labels, crossing, points[turns], high)]
-
-
-def _align(crossing: np.ndarray, start: int, period: int, length: int) -> tuple[int, int]:
-    """Turn the repetition so that its cuts fall where least crosses: (start, turns)."""
-    def cost(shift: int) -> tuple[int, int, int]:
-        turns = (length - shift) // period
-        inside = [crossing[start + shift + k * period] for k in range(turns + 1)]
-        return int(np.median(inside)), -turns, shift
-
-    shift = min(range(min(period, length - 2 * period + 1)), key=cost)
-    return start + shift, (length - shift) // period
-
-
-def _split(crossing: Callable[[int], np.ndarray], low: int, high: int) -> list[int]:
-    """Cuts of a long stretch without repetition, where least crosses."""
-    if high - low <= LONGEST:
-        return []
-    quarter = (high - low) // 4
-    window = crossing(high - low)[low + quarter:high - quarter]
-    middle = low + quarter + int(window.argmin())
-    return [*_split(crossing, low, middle), middle, *_split(crossing, middle, high)]
+def _borders(step: StepGraph, nodes: Sequence[fx.Node]) -> list[int]:
+    """Where forward goes on behind gradients of one backward, in front of those of the next (rule 9)."""
+    number = [max(map(step.gradients.__getitem__, step.gradients.keys() & {n, *filter(is_item, n.users)}), default=0) for n in nodes]
+    done = list(itertools.accumulate(number, max))
+    forward = [step.phase(n) is Phase.FORWARD for n in nodes]
+    return [i for i in range(1, len(nodes)) if forward[i] and not forward[i - 1] and 0 < done[i] < done[-1]]
 
 
 # ------------------------------------------------------------------------ pieces as graphs
@@ -278,7 +250,7 @@ def pieces(step: StepGraph) -> list[Piece]:
     own operators and results, still read."""
     mark_slices(step)
     nodes = body(step)
-    points = sorted({0, *cut_points(nodes), *_forced(step, nodes), len(nodes)})
+    points = sorted({0, *cut_points(nodes, _borders(step, nodes)), *_forced(step, nodes), len(nodes)})
     stretches = [nodes[a:b] for a, b in zip(points, points[1:]) if a < b]
     drafts = [_draft(stretch) for stretch in stretches]
     wanted = {n for inputs, _ in drafts for n in inputs} | program_reads(step)

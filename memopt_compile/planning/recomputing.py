@@ -16,11 +16,22 @@ from ..ordering import is_collective, is_random
 from ..step_graph import WAIT, Phase, StepGraph, aliased_args, mutated_args, storage_roots
 
 
-def overwritten_early(step: StepGraph) -> set[fx.Node]:
-    """Storages that something overwrites before the update: too early to read them again."""
-    roots = storage_roots(step.graph)
-    return {root for node in step.computing() if step.phase(node) is not Phase.UPDATE
-            for argument in mutated_args(node) for root in roots[argument]}
+class Writes:
+    """Where in the step something is written to a storage: what has read it cannot do so again behind that."""
+
+    def __init__(self, step: StepGraph) -> None:
+        roots = storage_roots(step.graph)
+        self.at: dict[fx.Node, list[int]] = {}
+        self.early: set[fx.Node] = set()  # storages that are overwritten before the update
+        for at, node in enumerate(step.computing()):
+            for root in {r for argument in mutated_args(node) for r in roots[argument]}:
+                self.at.setdefault(root, []).append(at)
+                if step.phase(node) is not Phase.UPDATE:
+                    self.early.add(root)
+
+    def between(self, storages: Iterable[fx.Node], start: int, end: int) -> bool:
+        """Whether one of `storages` is written to from position `start` on, up to `end`."""
+        return any(start <= at <= end for storage in storages for at in self.at.get(storage, ()))
 
 
 def checkpointed(node: fx.Node) -> bool:
@@ -45,13 +56,13 @@ def loops(step: StepGraph, life: Lifetimes) -> dict[fx.Node, list[fx.Node]]:
     """By the last of it, what of forward runs again as one: operators whose result takes no bytes by `life`, since it fuses, nor
     does in a copy, since one operator or loop reads it. In order, with views, and without the last."""
     alone = lifetimes(step.graph)
-    roots, fixed = storage_roots(step.graph), overwritten_early(step)
+    roots, fixed = storage_roots(step.graph), Writes(step).early
     end: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, set[fx.Node]] = {}
     for node in reversed(list(step.computing())):
         if (step.phase(node) is Phase.FORWARD and life.size.get(node, 0) < alone.size.get(node, 0)
                 and len(ends := readers.get(node, set())) == 1 and may_run_again(node)
-                and fixed.isdisjoint(alone.touched[node])):
+                and node not in fixed):
             end[node], = ends
         if node in alone.size or mutated_args(node):
             maker = node.args[0] if node.target is operator.getitem else node

@@ -25,10 +25,10 @@ from torch import fx
 from ..liveness import Lifetimes, Workspace, lifetimes, live_bytes, no_workspace, seen_by
 from ..partition import RANKS, RANKS_HOST
 from ..seconds import in_one_loop
-from ..step_graph import Phase, StepGraph, mutated_args, storage_roots
+from ..step_graph import Phase, StepGraph, storage_roots
 from ..transfers import HOST
 from .packing import Packed, candidates, in_host_memory, in_parts
-from .recomputing import kept_by_the_user, loops, may_run_again, operands_of, overwritten_early
+from .recomputing import Writes, kept_by_the_user, loops, may_run_again, operands_of
 from .replicated import alike
 from .sensitivity import Use, may_follow, sensitivity
 
@@ -127,7 +127,7 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
     packed = candidates(tolerated, seconds, means.max_error, dict(means.instead))
     order, roots = list(step.computing()), storage_roots(step.graph)
     backward = [step.phase(n) is Phase.BACKWARD for n in order]
-    fixed = overwritten_early(step)
+    writes = Writes(step)
     common = alike(step) if means.parts else set()
 
     def put_away(node: fx.Node) -> tuple[Packed, ...]:
@@ -148,11 +148,11 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
             maker = node.args[0] if node.target is operator.getitem else node
             if maker not in made_by:
                 made_by[maker] = len(operations)
-                operations.append(_operation(maker, insides.get(maker, []), at, roots, number, fixed, seconds))
+                operations.append(_operation(maker, insides.get(maker, []), at, roots, number, writes.early, seconds))
             number[node] = len(values)
             operations[made_by[maker]].makes.append(len(values))
             values.append(Value(node, life.size[node], made_by[maker], at, at,
-                                packed=_allowed(node, packed, fixed, put_away),
+                                packed=_allowed(node, packed, writes.early, put_away),
                                 exact=tolerated.use.get(node) is Use.EXACT))
         for root in life.touched[node]:
             if root not in number:
@@ -164,14 +164,13 @@ def problem(step: StepGraph, seconds: Callable[[fx.Node], float],
                 operations[value.operation].again, value.packed = False, ()
             else:
                 value.last = max(value.last, at)
-    written = {r: at for at, n in reversed(list(enumerate(order)))
-               for a in mutated_args(n) for r in roots[a]}
+    position = {node: at for at, node in enumerate(order)}
     for value in values:
         if value.node in life.kept:
             operations[value.operation].again, value.packed = False, ()
     for operation, latest in zip(operations, latest_runs(values, operations)):
         reads = {r for a in operands_of(operation.node, operation.inside) for r in roots[a]}
-        if latest >= min((written.get(r, NEVER) for r in reads), default=NEVER):
+        if writes.between(reads, min(position[n] for n in (*operation.inside, operation.node)), latest):
             operation.again = False  # an operand may be overwritten by then
     for operation in operations:
         operation.again = operation.again and means.again
@@ -193,7 +192,7 @@ def _operation(node: fx.Node, inside: list[fx.Node], at: int, roots: Any, number
                fixed: set[fx.Node], seconds: Callable[[fx.Node], float]) -> Operation:
     loop = (*inside, node)
     owners = dict.fromkeys(r for a in operands_of(node, inside) for r in roots[a])
-    again = may_run_again(node) and not (owners.keys() & fixed or roots[node] & fixed)
+    again = may_run_again(node) and not roots[node] & fixed
     follows = all(may_follow(each, a) for each in loop for a in each.all_input_nodes if a in inside)
     exact = dict.fromkeys(r for each in loop for a in each.all_input_nodes
                           if a not in inside and not (follows and may_follow(each, a)) for r in roots[a])

@@ -4,12 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import by_hand, captured, check, gradient, seed, training_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import memopt_compile as memopt
+from memopt_compile.liveness import timeline
 from memopt_compile.passes.canonicalize import Canonicalize
+from memopt_compile.passes.plan_memory import PlanMemory
+from memopt_compile.passes.recompute import Recompute
+from memopt_compile.passes.release_gradients import ReleaseGradients
+from memopt_compile.passes.rematerialize_free import RematerializeFree
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak
 from memopt_compile.passes.write_each_update import WriteEachUpdate
+from memopt_compile.planning.rematerialization import problem
+from memopt_compile.seconds import roofline
 
 COPY = torch.ops.aten.copy_.default
 
@@ -142,6 +151,57 @@ def test_what_is_read_behind_the_next_update_stays(read):
     check(step, WriteEachUpdate(), slack=64)
     early, last, _ = (n for n in step.computing() if n.target is COPY)
     assert early.args[0].name == "p_1" and last.args[0] is early  # what the second comes to
+
+
+def test_what_has_read_a_weight_runs_again_before_it_is_written():
+    traced = captured(policy(OPTIMIZERS["SGD"])[0], *batches(1)[0], lowering="inductor")
+    check(traced, Canonicalize(), WriteEachUpdate())
+    products = [o for o in problem(traced, roofline("cpu")).operations if "mm" in str(o.node.target)]
+    assert any(o.again for o in products if o.node.all_input_nodes[0].target is COPY)  # of the second forward
+    assert any(o.again for o in products if o.node.all_input_nodes[0].op == "placeholder")
+
+
+UNARY = (torch.cos, torch.sin, torch.tanh, torch.exp)
+
+
+def updates(draw):
+    """Random rounds of forward, gradients and updates, which read what was made in earlier ones."""
+    rounds, weights = draw(st.integers(2, 3)), draw(st.integers(1, 2))
+
+    def step(*given):
+        *old, x = given
+        new, made = list(old), [x]
+        for _ in range(rounds):
+            here = []
+            for _ in range(draw(st.integers(2, 5))):
+                of, unary = draw(st.sampled_from([*made, *new, *here * 3])), draw(st.sampled_from((*UNARY, None)))
+                here.append(unary(of) if unary else torch.mm(of, draw(st.sampled_from(new))))
+            begun = seed(torch.sum(here[-1]))
+            for i in range(weights):
+                first, *rest = draw(st.lists(st.sampled_from([*here, *made]), min_size=1, max_size=3))
+                backward = first * begun
+                for each in rest:
+                    backward = torch.mm(each, backward)
+                new[i] = new[i] - 0.1 * gradient(backward)
+            made += here
+        for p, after in zip(old, new):
+            p.copy_(after)
+        return [here[-1].sum()]
+
+    return by_hand(step, *[("p", doubles(16, 16)) for _ in range(weights)], ("x", doubles(16, 16)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_nothing_runs_again_of_a_weight_that_is_another_by_then(data):
+    step = updates(data.draw)
+    check(step, WriteEachUpdate(), *[RematerializeFree()] * data.draw(st.booleans()), slack=10**6)
+    for each in (ReleaseGradients(), ScheduleForPeak()) if data.draw(st.booleans()) else ():
+        each.run(step)
+    line, share = timeline(step), data.draw(st.sampled_from((0.4, 0.6, 0.8, 0.9)))
+    PlanMemory(line.resident_bytes + int(share * line.transient_peak_bytes), torch.device("cpu")).run(step)
+    if step.plan and not Recompute().requires(step):
+        check(step, Recompute(), ScheduleForPeak(), slack=10**6)
 
 
 def test_nothing_to_do():
