@@ -17,11 +17,11 @@ from memopt_compile.lowering.pieces import (
     body,
     can_cut,
     is_view,
-    longest_repetition,
     one_piece,
     pieces,
     program_reads,
 )
+from memopt_compile.lowering.repetition import longest_repetition
 from memopt_compile.step_graph import Input, Phase, Role, StepGraph, nbytes, storage_roots
 
 
