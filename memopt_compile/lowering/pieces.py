@@ -27,8 +27,8 @@ Rules:
 8. With an arena the same goes for collectives, their waits, and whatever writes a tenant. So what comes
    into bytes of the arena comes when the schedule says so, and pieces see tenants as any other input:
    no two that a piece is given share bytes. (Rule 6 has nothing left to do then.)
-9. Where one backward is over and forward goes on to the next, there is a cut but within a repetition: else Inductor sums up gradients
-   of both in one loop, and so holds the activations of both.
+9. Where one backward is over and the next begins, or the forward of it, there is a cut but within a repetition: else Inductor sums up
+   gradients of both in one loop, and so holds the activations of both.
 """
 
 from __future__ import annotations
@@ -235,11 +235,18 @@ def _crossing(count: int, reads: list[tuple[int, int]], sizes: np.ndarray,
 
 
 def _borders(step: StepGraph, nodes: Sequence[fx.Node]) -> list[int]:
-    """Where forward goes on behind gradients of one backward, in front of those of the next (rule 9)."""
+    """Where one backward is over, in front of the next one's first gradient: by forward that goes on or, with half of its gradients
+    there, by the last of these (rule 9)."""
     number = [max(map(step.gradients.__getitem__, step.gradients.keys() & {n, *filter(is_item, n.users)}), default=0) for n in nodes]
-    done = list(itertools.accumulate(number, max))
-    forward = [step.phase(n) is Phase.FORWARD for n in nodes]
-    return [i for i in range(1, len(nodes)) if forward[i] and not forward[i - 1] and 0 < done[i] < done[-1]]
+    first = sorted({at: i for i, at in reversed(list(enumerate(number))) if at}.values())
+    forward, found = [step.phase(n) is Phase.FORWARD for n in nodes], []
+    for begin, end in itertools.pairwise(first):
+        behind = [i for i in range(begin + 1, end) if forward[i] and not forward[i - 1]]
+        made = [i for i in range(end) if number[i] == number[begin]]
+        if not behind and 2 * len(made) >= number.count(number[begin]):
+            behind = [made[-1] + 1]
+        found += behind
+    return found
 
 
 # ------------------------------------------------------------------------ pieces as graphs

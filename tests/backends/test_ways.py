@@ -12,7 +12,7 @@ import memopt_compile as memopt
 from memopt_compile.backends import inductor
 from memopt_compile.compat import inductor as compat_inductor
 from memopt_compile.lowering import pieces
-from memopt_compile.step_graph import StepGraph
+from memopt_compile.step_graph import Phase, StepGraph
 
 pytestmark = [
     pytest.mark.inductor,
@@ -43,6 +43,21 @@ def test_the_next_backward_begins_a_piece(monkeypatch):
     apart = peak_of_two_backwards()
     monkeypatch.setattr(pieces, "_borders", lambda *given: [])
     assert apart < 0.8 * peak_of_two_backwards()
+
+
+@pytest.mark.parametrize("order, cuts", [
+    ("f b 1 b 1 b 2 2", [5]),  # a forward that both go through
+    ("f b 1 b 1 b 2 1 2", [5]),  # put off
+    ("f b 1 b 2 b 1 2 1 1", []),  # layer by layer
+    ("f b 1 f b 2 2 f f b 3", [3, 7]),
+    ("f b 1 1", []),
+])
+def test_where_a_backward_is_over(order, cuts):
+    values = make_fx(lambda x: [x := x.cos() for _ in order.split()], tracing_mode="fake")(torch.randn(4))
+    nodes = values.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    step = StepGraph(values, (), phases={n: Phase.FORWARD if kind == "f" else Phase.BACKWARD for n, kind in zip(nodes, order.split())},
+                     gradients={n: int(kind) for n, kind in zip(nodes, order.split()) if kind.isdigit()})
+    assert pieces._borders(step, nodes) == cuts
 
 
 def convolutions(x: Tensor, *weights: Tensor) -> tuple[Tensor]:
