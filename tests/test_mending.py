@@ -158,7 +158,7 @@ def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_prov
 
 
 @pytest.mark.table(3)
-@pytest.mark.parametrize("share", [0.46, 0.43, 0.45])
+@pytest.mark.parametrize("share", [0.45, 0.46, 0.43])
 def test_a_bound_on_seconds_hides_no_plan(share):
     found = asked()
     limit, together = int(share * max(found.live)), groups(found)
