@@ -149,10 +149,14 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
         if within is not None:
             fits(*missing)
         elif aim < math.inf:
-            highest.update(peaks(*distinct))
-            fits()
+            before = None
+            while made.bound != before:  # what another way hands on may lie otherwise
+                before = dict(made.bound)
+                highest.update(peaks(*distinct))
+                fits()
         run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
-        return Lowered(run, text, tuple(called), tuple(made.new), lambda: max(peaks(*distinct).values()), made.finish)
+        return Lowered(run, text, tuple(called), tuple(made.new), lambda: max(
+            (highest if within is None and highest else peaks(*distinct)).values()), made.finish)
 
     if within is not None:
         if not fits():  # what is handed from piece to piece is too much
