@@ -155,8 +155,8 @@ def lower(step: StepGraph, *, whole: bool = False, later: bool = False, within: 
                 highest.update(peaks(*distinct))
                 fits()
         run = _load(text, {**objects, **{name: c.run for name, c in made.bound.items()}})
-        return Lowered(run, text, tuple(called), tuple(made.new), lambda: max(
-            (highest if within is None and highest else peaks(*distinct)).values()), made.finish)
+        known = highest if within is None else {}  # with a budget each was run beside nothing but the others' results
+        return Lowered(run, text, tuple(called), tuple(made.new), lambda: max((known or peaks(*distinct)).values()), made.finish)
 
     if within is not None:
         if not fits():  # what is handed from piece to piece is too much

@@ -355,8 +355,6 @@ def same_bytes(a: fx.Node, b: fx.Node) -> bool:
     return nbytes(a.meta.get("val"), polynomial) == nbytes(b.meta.get("val"), polynomial)
 
 
-
-
 def alike(value: fx.Node, other: fx.Node) -> bool:
     """Whether `value` is a tensor of the type and shape of `other`."""
     a, b = value.meta.get("val"), other.meta["val"]

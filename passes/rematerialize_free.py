@@ -7,7 +7,7 @@ Chen et al. 2016 for the idea of trading computation for activations):
 
 1. every forward value is an edge whose capacity is its bytes: cutting it means keeping it;
 2. a value that cannot be computed again (a matrix product, a reduction to less than a quarter, anything random,
-   what a checkpoint's policy keeps) hangs on the source; one that can hangs on its operands, so it is had again from them;
+   what a checkpoint's policy keeps, what has read a weight that is written by then) hangs on the source; one that can hangs on its operands, so it is had again from them;
 3. what backward reads hangs on the sink; inputs of the step and its results are free to keep;
 4. a view is never kept itself: its base is, or it is taken again from a base had again;
 5. what the update reads is kept: by then the operands may have been overwritten;
@@ -77,8 +77,8 @@ def values_to_recompute(step: StepGraph) -> set[fx.Node]:
     network.add_nodes_from(("source", "sink"))
     for node in forward:
         view = bool(aliased_args(node))
-        again, late = node in runs_again, any(step.phase(user) is Phase.UPDATE for user in node.users)
-        free = late or roots[node] <= results
+        again = node in runs_again
+        free = _late(step, node) or roots[node] <= results
         keep = None if view and again else 0 if free else nbytes(node.meta.get("val"))
         _edge(network, (node, "made"), (node, "kept"), keep)
         if again:  # rule 2
@@ -103,11 +103,15 @@ def _can_run_again(step: StepGraph, roots: Mapping[fx.Node, Collection[fx.Node]]
             continue
         latest[node] = max((latest[u] if u in again else -1 if step.phase(u) is Phase.FORWARD else position[u]
                             for u in node.users if u in position), default=-1)
-        late = any(step.phase(user) is Phase.UPDATE for user in node.users)  # rule 5
-        if _free(node) and not late and node not in writes.early and not writes.between(
+        if _free(node) and not _late(step, node) and node not in writes.early and not writes.between(
                 {r for a in node.all_input_nodes for r in roots[a]}, position[node], latest[node]):
             again.add(node)
     return again
+
+
+def _late(step: StepGraph, node: fx.Node) -> bool:
+    """Rule 5."""
+    return any(step.phase(user) is Phase.UPDATE for user in node.users)
 
 
 def _free(node: fx.Node) -> bool:
