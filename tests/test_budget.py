@@ -112,7 +112,7 @@ def between(report, share):
     return report.resident_bytes + int(share * beyond)
 
 
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_kept_exactly_and_bit_by_bit_with_dropout(free):
     kind, (losses, parameters, report) = free
     budget = between(report, 0.6)
@@ -341,7 +341,7 @@ def test_gradients_on_inductor_are_those_without_a_budget_although_noise_is_draw
 
 
 @pytest.mark.parametrize("compress", [None, "int4"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_tensors_without_elements(compress):
     """Activations, a parameter and a dropout of none, in a step that compresses and computes again."""
     def trained(budget, compress):

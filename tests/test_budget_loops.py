@@ -149,7 +149,7 @@ def trained(name, **options):
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.table(5)
+@pytest.mark.table(10)
 def test_trained_as_without_a_budget(name, lowering):
     """Noise is memopt's own, so that with dropout the step without a budget is what is compared with."""
     share, random = LOOPS[name][0], "dropout" in name
@@ -166,7 +166,8 @@ def test_trained_as_without_a_budget(name, lowering):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.25])
+@pytest.mark.table(4)
+@pytest.mark.parametrize("share", [0.25, 0.4])
 def test_a_plan_knows_what_parts_of_the_logits_come_to(share):
     """Their sums are made in place and they are ordered before the plan, so that no budget is left over behind it."""
     model = nn.Sequential(nn.Embedding(1024, 64), *[Block(64) for _ in range(6)], nn.Linear(64, 1024))

@@ -122,7 +122,7 @@ ASSUMES = {  # eager does something else where one is kept, or none, and no trac
 
 
 @pytest.mark.parametrize("name", ASSUMES)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_what_the_trace_would_assume_goes_the_ordinary_path(name, caplog):
     counts = (5, 1, 5) if name != "no rows" else (5, 0, 3)
     torch._dynamo.reset()

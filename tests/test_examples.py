@@ -136,7 +136,7 @@ def test_model_alone_in_a_loop_that_is_not_compiled():
 @pytest.mark.slow
 @needs_plays
 @pytest.mark.parametrize("model", ["llama", "bert"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_hugging_face(model):
     pytest.importorskip("transformers")
     output = run("finetune_hf.py", "--model", model)

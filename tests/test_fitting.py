@@ -31,7 +31,7 @@ def training(branches: bool = False, layers: int = 1):
 
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("multiple_of", [1, 10])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_fits_and_the_next_does_not(branches, multiple_of):
     step, args = training(branches)
     lines: list[str] = []
@@ -51,7 +51,7 @@ def test_fewer_than_the_example():
 
 
 @pytest.mark.parametrize(("memory", "unit", "unbudgeted"), [("64KiB", 8, 80), ("54KiB", 64, 0)])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_a_budget_takes_a_larger_batch(memory, unit, unbudgeted):
     step, args = training(layers=5)
     found = fit(step, args, memory, multiple_of=unit, budgeted=True, lowering="eager")

@@ -143,7 +143,7 @@ def test_the_planner_mends_what_no_position_explains():
         pytest.fail("no plan overflowed")
 
 
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 @pytest.mark.parametrize("share", [0.59, 0.47, 0.5])  # changed until they fit, the first two are 32% and 20% from it
 def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_proved(share):
     found = asked()
@@ -157,7 +157,7 @@ def test_a_large_program_is_solved_where_a_changed_plan_is_far_from_what_is_prov
     assert plan.gap <= max(planner.COARSE, to_its_end.gap) <= 0.15  # a program that holds positions to less proves nothing
 
 
-@pytest.mark.table(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.45, 0.46, 0.43])
 def test_a_bound_on_seconds_hides_no_plan(share):
     found = asked()
@@ -219,7 +219,7 @@ def test_a_search_that_ended_at_its_nodes_goes_on(share):
     assert solved.call_args.args[-1] > planner.NODES and not moments.called
 
 
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 @pytest.mark.parametrize("share", [0.45, 0.48, 0.52])
 def test_all_that_can_run_again_is_changed_until_it_fits(share):
     """What positions and moments come to is not needed for a plan."""

@@ -64,7 +64,7 @@ def planned(make, bits=None, micro_batches=2, accumulate=False, zero=True, clip=
     (FOLDED, FOLDED, {"make": lambda p: optim.AdamA(p, state_bits=8), "bits": 8, "accumulate": True}),
     (FOLDED, FOLDED, {"make": adamw, "options": {"accumulate": "optimizer_states"}}),
 ], ids=["freed", "Adamax", "kept", "convolution", "full precision", "left", "8 bits", "AdamA", "by the option"])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_way_of_gradients_and_what_is_held_of_them(way, words, settings):
     report = planned(**settings)
     memory = report.memory
@@ -95,7 +95,7 @@ def test_way_of_gradients_and_what_is_held_of_them(way, words, settings):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_with_zero_the_way_is_that_of_the_rows(stage, clip):
     """A whole gradient is larger than all rows of a rank, and is freed where it is scattered."""
     with memopt.planned_ranks(8) as mesh:

@@ -44,7 +44,7 @@ def rewritten(step, again, packed=None):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_simulation_is_exact(name, micro_batches, data):
     """For any choice: live bytes at every point, and the same numbers bit by bit if none is lossy."""
     step = prepared(name, micro_batches)

@@ -158,7 +158,7 @@ def policies(sizes):
 
 @pytest.mark.parametrize("sizes", ["every output", "saved for backward"])
 @pytest.mark.parametrize("tied", [True, False], ids=["one policy for all layers", "groups of layers"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_as_fast_as_the_seed_at_its_own_peak(sizes, tied):
     found, layers = transformer()
     together, faster = groups(found), 0

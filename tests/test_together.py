@@ -55,7 +55,7 @@ def free():
 
 
 @pytest.mark.parametrize(("share", "compress"), [(0.62, None), (0.6, "int4")])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_all_levers_in_one_graph_keep_the_budget(free, share, compress):
     """Without fewer bits of activations the numbers are those without a budget, rounding drawn at random included."""
     report, losses, parts, peak = trained(share, compress)

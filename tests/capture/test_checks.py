@@ -143,7 +143,7 @@ WHOLE = ("exits", "asserts", "is_itself", "is_not_too_large", "calls_a_function"
 
 
 @pytest.mark.parametrize("look", [*WHOLE, "catches", "knows_infinity"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_as_eager(look, caplog):
     expected, got = (trained(look, compiled, lowering="eager") for compiled in (False, True))
     for a, b in zip(expected[:3], got[:3]):

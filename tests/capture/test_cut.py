@@ -79,7 +79,7 @@ def check(build, cut_one) -> None:
 
 @pytest.mark.parametrize("build, place", [(build, i) for build in ALL for i in range(places(build))],
                          ids=lambda v: getattr(v, "__name__", v))
-@pytest.mark.table(4)
+@pytest.mark.table(8)
 def test_everywhere(build, place):
     check(build, cut(build, place))
 
@@ -95,7 +95,7 @@ def number(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name, build in BUILDS.items() if places(build) and number(name) % 3 == 0])
-@pytest.mark.table(4)
+@pytest.mark.table(8)
 def test_somewhere(name):
     """A third of the rows, each in one place: `cut.py` takes half an hour for all."""
     build = BUILDS[name]

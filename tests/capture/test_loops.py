@@ -101,7 +101,7 @@ def with_a_constant(model, opt, x, y):
 
 @pytest.mark.parametrize("body", [plain, only_last, clipped, carried, updating, twice,
                                   with_a_constant])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_traced_once(body, caplog):
     expected, parameters = outcome(body)
     got, mine = outcome(body, memopt_eager())
@@ -220,7 +220,7 @@ def resuming_elsewhere(model, opt, x, y):
 @pytest.mark.parametrize("body", [
     counting, listing, numbering, iterating, remembering, on_an_object, asking_which, two_back,
     swapping, one_backward, yielding, resuming, resuming_elsewhere])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_what_python_remembers_unrolls(body, caplog):
     expected, parameters = outcome(body)
     got, mine = outcome(body, memopt_eager())

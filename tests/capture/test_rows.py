@@ -52,7 +52,7 @@ LINE = re.compile(r"(\w+\.py):(\d+)(?: `(.+?)`)?: not captured whole: .+\. It ru
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
-@pytest.mark.table(6)
+@pytest.mark.table(12)
 def test_row(name):
     check(rows.ROWS[name], graphs=GRAPHS.get(name, 2), until=UNTIL.get(name, 2))
 
@@ -65,7 +65,7 @@ def test_row_under_a_default_device(name):
 
 
 @pytest.mark.parametrize("name", rows.OPTIMIZERS)
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_optimizer(name):
     check(lambda: rows.with_optimizer(name), until=2)
 
@@ -94,7 +94,7 @@ def test_betas_that_change_in_float32():
 
 
 @pytest.mark.parametrize("name", rows.ORDINARY)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_ordinary_path(name, caplog):
     with caplog.at_level(logging.WARNING, "memopt_compile"):
         compilations = check(rows.ORDINARY[name], whole=False)
@@ -111,7 +111,7 @@ def test_ordinary_path(name, caplog):
 
 @pytest.mark.parametrize("name", [name for name in rows.ORDINARY if name not in (
     "loss_divided_by_its_number",)])  # one graph then
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_fullgraph_refuses(name, caplog):
     torch._dynamo.reset()
     with pytest.raises(Exception) as caught:

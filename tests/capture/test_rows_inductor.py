@@ -16,7 +16,7 @@ pytestmark = pytest.mark.inductor
 
 @pytest.mark.parametrize("name", ["zero_grad_first", "dropout", "scheduler_of_sgd",
                                   "micro_batches_then_clip", "branch", "while_loop", "mixture_of_experts"])
-@pytest.mark.table(4)
+@pytest.mark.table(8)
 def test_row(name):
     with torch._inductor.config.patch(fallback_random=True):  # eager's random numbers
         expected = train(rows.ROWS[name], dtype=torch.float32)

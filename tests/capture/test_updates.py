@@ -57,7 +57,7 @@ def trained(make, monkeypatch, one_by_one: bool, **options):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_the_graph_is_that_of_all_traced_one_by_one(name, monkeypatch, tmp_path):
     folded = trained(OPTIMIZERS[name], monkeypatch, False, dump=str(tmp_path / "folded"))
     single = trained(OPTIMIZERS[name], monkeypatch, True, dump=str(tmp_path / "single"))

@@ -43,7 +43,7 @@ def test_optimizer(name):
 
 @pytest.mark.parametrize("name", ["nn.BatchNorm1d", "nn.Embedding", "nn.KLDivLoss", "nn.CircularPad1d",
                                   "nn.TransformerEncoder (9)"])
-@pytest.mark.table(4)
+@pytest.mark.table(8)
 def test_module(name):
     row = right_and_whole(MODULES[name])
     assert row.peak <= row.eager_peak

@@ -75,7 +75,7 @@ def in_one_graph(build, dtype=torch.float64, tolerance=1e-9, seen=lambda result:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_every_optimizer(make):
     in_one_graph(lambda: scheduled(make))
 
@@ -127,7 +127,7 @@ SKIPPING = {name: (MAKERS[name], {}) for name in ("SGD dampened", "CAME", "AdamA
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_not_finite_gradients_are_skipped(name, monkeypatch):
     make, setting = SKIPPING[name]
     monkeypatch.setattr(base, "SMALL", 1)
@@ -271,7 +271,7 @@ def test_large_updates_of_other_compilers_are_not(all_large):
 
 @pytest.mark.parametrize("kind", ["CAME", "Adafactor"])
 @pytest.mark.parametrize(("bits", "weight_bits"), [(32, None), (16, None), (32, 16), (32, 24)])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_large_updates_hold_slabs_and_equal_eager(kind, bits, weight_bits, all_large, monkeypatch):
     monkeypatch.setattr(slabs, "ELEMENTS", 1 << 12)
 
@@ -300,7 +300,7 @@ def test_large_updates_hold_slabs_and_equal_eager(kind, bits, weight_bits, all_l
 
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize(("kind", "kept"), [("AdamA", 1), ("CAME", 2)])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_gradients_are_freed_in_their_micro_batch(kind, kept, n):
     """Compiled: states stay in place, and each fold is beside its backward. A gradient is alive then, and
     CAME's update of the same size."""

@@ -233,7 +233,7 @@ def zeros(batches, ps):
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "small"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_is_algorithm_2_of_all_micro_batches(results, name):
     ps, ranks, settings = parameters(), len(results), SETTINGS.get(name, {})
     batches = zeros(gradients(ps, ranks), ps)

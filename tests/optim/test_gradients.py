@@ -108,7 +108,7 @@ def looped(lowering, n, before, to_none):
 
 
 @pytest.mark.parametrize(("n", "before", "to_none"), LOOPS.values(), ids=LOOPS)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_a_captured_ordinary_loop_does_what_eager_does(n, before, to_none):
     (kinds, eager), (same, ours) = (looped(lowering, n, before, to_none) for lowering in (None, "eager"))
     assert kinds == same and len(eager) == len(ours) and all(map(torch.equal, eager, ours))

@@ -236,7 +236,7 @@ def test_temporaries(make, monkeypatch):
 
 @pytest.mark.parametrize(("name", "bits"), [("SGD", 4), ("AdamA", 8), ("CAME", 8), ("AdamW", 8),
                                               ("SGD", 16), ("AdamW", 16), ("CAME", 16), ("AdamA", 1), ("CAME", 1)])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_captured_whole(name, bits):
     """One graph in 12 steps of a schedule, and the codes of eager.
 
@@ -259,7 +259,7 @@ def test_captured_whole(name, bits):
     pytest.param(16, "inductor", marks=pytest.mark.inductor),
     pytest.param(4, "inductor", marks=pytest.mark.inductor),
     pytest.param(1, "inductor", marks=pytest.mark.inductor)])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_captured_peak(lowering, bits):
     """As predicted; under Inductor the gradient beside the states and, of few bits, slabs of any size."""
     torch._dynamo.reset()

@@ -95,7 +95,7 @@ def train(case, **options):
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_equals_eager(case, lowering):
     for got, expected in zip(train(case, lowering=lowering), train(case), strict=True):
         if expected.dtype == torch.uint8:
@@ -105,7 +105,7 @@ def test_equals_eager(case, lowering):
 
 
 @pytest.mark.parametrize("weight_bits", [16, 24])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_came_holds_a_gradient_and_slabs(monkeypatch, weight_bits):
     monkeypatch.setattr(slabs, "ELEMENTS", 1 << 12)
     torch._dynamo.reset()

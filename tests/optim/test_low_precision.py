@@ -314,7 +314,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("make", "micro_batches"), WAYS.values(), ids=WAYS)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_captured_step_is_the_eager_one(make, micro_batches):
     eager, parts, _ = trained(None, make, micro_batches)
     losses, ours, _ = trained("eager", make, micro_batches)

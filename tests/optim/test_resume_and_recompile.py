@@ -13,7 +13,7 @@ WAYS = [("SGD", 4, None), ("Adam", 32, None), ("AdamW", 8, 24), ("AdamA", 8, Non
 @pytest.mark.parametrize(("lowering", "name", "bits", "weight_bits"), [
     *((lowering, *way) for lowering in (None, "eager") for way in WAYS),
     pytest.param("inductor", "AdamW", 8, 24, marks=[pytest.mark.inductor, pytest.mark.thorough])])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_one_graph_and_the_same_bits(lowering, name, bits, weight_bits):
     make = partial(MAKERS[name], state_bits=bits, weight_bits=weight_bits)
     dtype = torch.bfloat16 if weight_bits else torch.float32

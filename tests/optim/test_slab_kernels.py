@@ -49,7 +49,7 @@ def given(bits, make, kept=False, elements=ELEMENTS, **settings):
     (16, lambda p: optim.AdamW(p, state_bits=8, weight_bits=24), False),
     (32, lambda p: optim.AdamW(p, state_bits=8), False)])
 @torch.no_grad()
-@pytest.mark.table(4)
+@pytest.mark.table(8)
 def test_it_is_the_eager_update(bits, make, kept):
     torch.manual_seed(0)
     args = given(bits, make, kept, weight_decay=torch.tensor(0.02, dtype=torch.float64, device="cpu"))

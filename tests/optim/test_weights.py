@@ -211,7 +211,7 @@ def test_other_types_stay_as_they_are(make):
 @widths
 @pytest.mark.parametrize(("name", "state_bits"), [("AdamA", 8), ("CAME", 8), ("SGD momentum", 16),
                                                   ("Adafactor", 32)])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_captured_whole(name, state_bits, bits):
     """One graph over a schedule. A last bit that fusion rounds otherwise may choose the other
     neighbour of one element in many, and the steps that follow start from there."""

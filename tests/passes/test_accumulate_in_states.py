@@ -140,7 +140,7 @@ def accumulating(step, **options):
     ({"optimizer": memopt.optim.AdamW}, {}),
     ({"optimizer": memopt.optim.AdamW, "maximize": True}, {"sign": -1}),
 ])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_equals_algorithm_2(settings, same):
     model, _, step = training(**settings)
     reference, expected = algorithm_2(**same)
@@ -227,7 +227,7 @@ def test_one_backward_is_adam_bit_for_bit():
 
 @pytest.mark.parametrize("optimizer, settings", [
     (torch.optim.AdamW, {}), (memopt.optim.AdamW, {"max_norm": 0.01})])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_gradients_of_one_layer_are_alive(optimizer, settings):
     def peak(accumulate):
         _, _, step = training(optimizer, count=4, **settings)
@@ -265,7 +265,7 @@ def test_an_option_that_capture_cannot_see_is_refused():
     (memopt.optim.AdamW, {"skip_nonfinite": True}, "several micro-batches"),
     (memopt.optim.AdamA, {}, "accumulates by itself"),
 ])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_optimizers_that_cannot_are_refused(optimizer, settings, words):
     _, _, step = training(optimizer, **settings)
     with pytest.raises(OptionError, match=words):

@@ -328,7 +328,7 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_language_models(name, lowering):
     torch.manual_seed(0)
     model, loss_of = MODELS[name]()

@@ -98,7 +98,7 @@ def equal(made, expected, run):
     ({"optimizer": memopt.optim.Adam}, {"decay": 0.0}),
     ({"optimizer": memopt.optim.AdamW, "maximize": True}, {"sign": -1}),
 ])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_max_norm_is_of_each_micro_batch(settings, same):
     model, _, step = training(max_norm=LIMIT, **settings)
     equal((model, step), algorithm_2(clip=each, **same), accumulating)
@@ -113,7 +113,7 @@ def test_max_norm_is_of_each_micro_batch(settings, same):
     (lambda model: [p.grad.add_(p.grad.mean()) for p in model.parameters()],
      lambda gs: [g + g.mean() for g in gs]),
 ])
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_gradients_of_one_backward_may_be_changed(clip, same):
     equal(apart(clip), algorithm_2(clip=same), accumulating)
     equal(folding_itself(clip), algorithm_2(clip=same), plain)
@@ -158,7 +158,7 @@ def test_norms_of_16_bits_are_taken_in_32():
     (lambda model: clip_grad_value_(model.parameters(), LIMIT), "clamp"),
     (lambda model: [p.grad.add_(p.detach(), alpha=0.1) for p in model.parameters()], "add"),
 ])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_sums_so_far_are_refused(clip, name):
     """Without taking the sums away first, the second micro-batch's clip sees two gradients."""
     model = layers()

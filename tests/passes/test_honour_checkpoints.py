@@ -153,7 +153,7 @@ def test_what_a_policy_keeps_is_no_choice_of_a_budget(policy):
 
 
 @pytest.mark.parametrize("kind", [{"p": 0.3}, {"micro_batches": 2}, {"micro_batches": 4, "p": 0.3}], ids=str)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_trained_as_by_eager(kind):
     """Torch's own rematerialization refuses dropout, and micro-batches, in a checkpoint."""
     kind = {"layers": 2, **kind}

@@ -130,7 +130,7 @@ def test_the_peak_falls_and_numbers_stay(kind):
 
 
 @pytest.mark.parametrize("kind", ["late", "apart"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_activations_run_again_for_both(kind):
     """Eager's numbers, dropout too, where activations would have to be held from one backward to the other."""
     def trained(lowered):

@@ -110,7 +110,7 @@ def eight_gelus(**settings):
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
 @pytest.mark.parametrize("settings", [{}, {"clip": 1.0}, {"micro_batches": 2}], ids=str)
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_the_peak_falls_to_the_limit(share, settings):
     step = eight_gelus(**settings).copy()
     limit = int(share * timeline(step).transient_peak_bytes)

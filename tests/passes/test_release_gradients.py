@@ -112,7 +112,7 @@ def test_micro_batches_update_in_the_last_backward(clip):
     ],
     ids=str,
 )
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_other_loops(settings):
     before, after = check(canonical(**settings), ReleaseGradients())
     assert after < before

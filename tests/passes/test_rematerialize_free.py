@@ -182,7 +182,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_keeps_no_more_than_the_min_cut_partitioner(network):
     step = training_step(NETWORKS[network]().double(), batch=64, lowering="inductor")
     Canonicalize().run(step)
@@ -196,7 +196,7 @@ def test_keeps_no_more_than_the_min_cut_partitioner(network):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [kept_for_backward.gpt, kept_for_backward.resnet,
                                   partial(kept_for_backward.hugging_face, "bert")], ids=["GPT", "ResNet", "BERT"])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_keeps_much_less_of_real_models(make):
     loss, model = make()
     assert 0 < kept_for_backward.ours(loss, model) < 0.75 * kept_for_backward.the_partitioners(loss)

@@ -55,7 +55,7 @@ class Transposed(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[1::4])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_a_mask_is_drawn_in_the_order_of_memory(order, dtype):
     torch.manual_seed(0)
     step = training_step(Transposed(order, dtype))

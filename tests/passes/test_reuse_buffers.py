@@ -64,7 +64,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_no_more_bytes_than_eager(settings):
     step = training_step(mlp(2), **settings)
     check(step, *STORY)

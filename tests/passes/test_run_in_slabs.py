@@ -262,7 +262,7 @@ SETTINGS = [{"optimizer": o, **settings} for o, settings in (
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(
     str(getattr(v, "__name__", f"{k}={v}")) for k, v in s.items()))
-@pytest.mark.table(3)
+@pytest.mark.table(6)
 def test_optimizers(settings):
     model = mlp(3)
     if "weight_bits" in settings:

@@ -108,7 +108,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_sums_of_a_residual_network(micro_batches):
     """Each sum reads the one before: with all of them at hand, backward begins at its peak."""
     torch.manual_seed(0)

@@ -51,8 +51,7 @@ class Tied(nn.Module):
 
 
 def even() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16),
-                         nn.GELU(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
 
 
 def batches(rank: int, ranks: int, dtype: torch.dtype, steps: int = 3) -> Iterator[tuple]:

@@ -77,7 +77,7 @@ KINDS = {
     "came": (of(CAME, 0.02), {}),
     "adafactor": (of(Adafactor, factor_dims=(-1, 0)), {}),
     "adama": (of(AdamA, 0.02, weight_decay=0.1, max_norm=0.05), {"micro": 2, "fold": True}),
-    "option": (of(torch.optim.AdamW, 0.02), {"micro": 4, "accumulate": "optimizer_states"}),
+    "option": (of(torch.optim.AdamW, 0.02), {"micro": 2, "accumulate": "optimizer_states"}),
 }
 FROM_ONE = [(3, torch.optim.AdamW), (2, torch.optim.AdamW), (3, AdamW), (1, SGD, 8)]
 MASTER, MASTER_IN = of(AdamW, 0.02, weight_decay=0.1, weight_bits=32), thinned([1, 3])
@@ -220,7 +220,7 @@ def pair(tmp_path_factory):
 def test_is_one_process_on_the_whole_batch(pair, name):
     optimizer, how = KINDS[name]
     if name == "option":
-        optimizer, how = of(AdamA, 0.02, weight_decay=0.01), {"micro": 4, "fold": True}
+        optimizer, how = of(AdamA, 0.02, weight_decay=0.01), {"micro": 2, "fold": True}
     expected = cases.alone(Few, 2, optimizer, **how)
     for rank in pair:
         for found in (rank[key] for key in (name, (name, "captured")) if key in rank):

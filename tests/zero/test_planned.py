@@ -61,7 +61,7 @@ def maker(mesh, stage, clip=None, batch=16, **how):
 
 @pytest.mark.parametrize(("ranks", "stage", "how"), [
     (64, 3, {"checkpointed": True}), (8, 2, {"clip": 1.0, "batch": 256})])
-@pytest.mark.table(2)
+@pytest.mark.table(4)
 def test_a_deep_model_by_shallow_ones_is_the_whole_one(ranks, stage, how):
     with memopt.planned_ranks(ranks) as mesh:
         make = maker(mesh, stage, **how)

@@ -143,7 +143,7 @@ def wrong_steps(rank, ranks):
         "AdamW has 2 parameters (0.weight, 0.bias ..) that were frozen when": thawed(rank, ranks, batch),
         "  where: optimizer.step()": second_optimizer(rank, ranks, False, lambda step: step),
         "of shape (8, 16) ..) that memopt.shard_ has not shared": with_a_new_head(rank, ranks, batch, lambda step: step),
-        "._modules['6']._parameters['weight'] is not sharded": with_a_new_head(
+        "._modules['4']._parameters['weight'] is not sharded": with_a_new_head(
             rank, ranks, batch, lambda step: memopt.compile(step, zero=3, lowering="eager")),
         "is a DTensor that memopt.shard_ did not make: a copy of one": copied(rank, ranks, batch),
         "or what load_state_dict(.., assign=True) put in": copied(rank, ranks, batch, assign=True),
@@ -213,8 +213,8 @@ def second_optimizer(rank, ranks, shared, run=None):
 def with_a_new_head(rank, ranks, batch, run):
     """A layer that comes after the others were shared, in eager and in a step that is compiled in pieces."""
     model, opt, *_ = compiled(rank, ranks, 3)
-    model[6] = nn.Linear(16, 8, dtype=DOUBLE)
-    opt.add_param_group({"params": list(model[6].parameters())})
+    model[4] = nn.Linear(16, 8, dtype=DOUBLE)
+    opt.add_param_group({"params": list(model[4].parameters())})
 
     def step(x, y):
         loss = nn.functional.cross_entropy(model(x), y)

@@ -143,9 +143,9 @@ def test_collectives_of_a_mini_batch(pair, stage):
 
 @pytest.mark.parametrize("stage", MOST)
 def test_biases_travel_together(four, stage):
-    """The weights of four layers go alone, the four biases at once, gathered and scattered."""
+    """The weights of three layers go alone, the three biases at once, gathered and scattered."""
     found = four[0]["even", stage]
-    assert len(found["calls"]) == len(found["sent"]) - 2 * 3
+    assert len(found["calls"]) == len(found["sent"]) - 2 * 2
 
 
 def test_ranks_make_the_same_calls(pair, four):

@@ -39,7 +39,7 @@ class Model(nn.Module):
         return self.head(self.blocks(x))
 
 
-def made(mesh, layers=5, dropout=0.2, dtype=torch.float64, classes=8):
+def made(mesh, layers=4, dropout=0.2, dtype=torch.float64, classes=8):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(layers, dropout, classes).to(dtype)
@@ -57,7 +57,7 @@ def batches(dtype=torch.float64, rows=256):
                torch.randint(8, (rows,), generator=generator))
 
 
-def trained(mesh, layers=5, classes=8, lowering="eager", dtype=torch.float64, **options):
+def trained(mesh, layers=4, classes=8, lowering="eager", dtype=torch.float64, **options):
     model, opt = made(mesh, layers, dtype=dtype, classes=classes)
     step = cases.step_of(model, opt)
     run = memopt.compile(step, lowering=lowering, **options)
@@ -118,7 +118,7 @@ def of_pair(rank, ranks):
         return trained(mesh, memory_budget=resident + int(share * transient), **options)
 
     found = {"plain": plain, "parts": within(0.86, recompute=False, partition_activations=True),
-             "both": within(0.32, partition_activations=True)}
+             "both": within(0.35, partition_activations=True)}
     torch.manual_seed(rank)  # no longer the same numbers on all ranks
     found["refused"] = refused(lambda: trained(None, layers=1, memory_budget=0.9, partition_activations=True))
     found["uneven"] = refused(lambda: trained(mesh, layers=1, classes=9, memory_budget="1GiB", partition_activations=True))
