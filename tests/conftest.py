@@ -47,7 +47,7 @@ TESTS = itertools.count(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="run every case of every table too, a third longer")
+    parser.addoption("--thorough", action="store_true", help="run every case of every table too, much longer")
 
 
 def pytest_configure(config):

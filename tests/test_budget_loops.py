@@ -149,7 +149,7 @@ def trained(name, **options):
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.table(10)
+@pytest.mark.table(5)
 def test_trained_as_without_a_budget(name, lowering):
     """Noise is memopt's own, so that with dropout the step without a budget is what is compared with."""
     share, random = LOOPS[name][0], "dropout" in name

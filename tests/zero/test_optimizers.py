@@ -83,10 +83,10 @@ FROM_ONE = [(3, torch.optim.AdamW), (2, torch.optim.AdamW), (3, AdamW), (1, SGD,
 MASTER, MASTER_IN = of(AdamW, 0.02, weight_decay=0.1, weight_bits=32), thinned([1, 3])
 CAPTURED = {"came": 1, "adama": 3, "option": 2}  # and in which stage
 # In a step whose updates are operators between sums over ranks.
-PARTS = {
-    "came": (3, of(CAME, 0.02, state_bits=8, weight_decay=0.1, skip_nonfinite=True)),
-    "adafactor": (1, of(Adafactor, factor_dims="auto", skip_nonfinite=True, maximize=True)),
-}
+PARTS = dict(thinned([
+    ("adafactor", (1, of(Adafactor, factor_dims="auto", skip_nonfinite=True, maximize=True))),
+    ("came", (3, of(CAME, 0.02, state_bits=8, weight_decay=0.1, skip_nonfinite=True))),
+]))
 PARTS_OF = ((2048, 1024), (5, 3), (1, 5), (3,))  # elements
 
 
