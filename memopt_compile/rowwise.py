@@ -56,7 +56,7 @@ OF_EACH = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::huber_loss": 2
            "aten::binary_cross_entropy": 3, "aten::binary_cross_entropy_with_logits": 4, "aten::mse_loss_backward": 3, "aten::smooth_l1_loss_backward": 3,
            "aten::huber_loss_backward": 3, "aten::soft_margin_loss_backward": 3, "aten::binary_cross_entropy_backward": 4}
 SIZED = {"aten::view": 1, "aten::reshape": 1, "aten::_unsafe_view": 1, "aten::expand": 1,
-         "aten::full": 0, "aten::new_zeros": 1, "aten::new_full": 1}
+         "aten::full": 0, "aten::zeros": 0, "aten::ones": 0, "aten::new_zeros": 1, "aten::new_full": 1}
 RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and where their left operand is
 UNREDUCED = 0  # of nll_loss: a loss for each target

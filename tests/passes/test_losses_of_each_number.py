@@ -1,6 +1,7 @@
 """Losses of each logit, not of a target's alone: the gradient of each is known by itself."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 from test_chunk_logits import VOCABULARY, chunk, loss_layer, widest
 
@@ -16,8 +17,9 @@ def best(logits):
     lambda z, y: F.huber_loss(z, z.detach().sin(), delta=0.3), lambda z, y: F.smooth_l1_loss(z, z.detach().sin()),
     lambda z, y: F.soft_margin_loss(z, z.detach().sign()),
     lambda z, y: F.binary_cross_entropy(z.sigmoid(), z.detach().cos().sigmoid()), lambda z, y: best(z),
-    lambda z, y: (z.max(-1).values.exp() + z.sort(-1, descending=True).values[..., 1]).square().mean()],
-    ids=["mse", "sum", "huber", "smooth", "margin", "binary", "topk", "sort"])
+    lambda z, y: (z.max(-1).values.exp() + z.sort(-1, descending=True).values[..., 1]).square().mean(),
+    lambda z, y: (torch.ones(z.shape, dtype=z.dtype) - z.sigmoid()).square().mean()],
+    ids=["mse", "sum", "huber", "smooth", "margin", "binary", "topk", "sort", "ones"])
 def test_of_each_number(loss_of):
     step = loss_layer(loss_of, shape=(24,))
     before, after = chunk(step)
