@@ -106,7 +106,7 @@ def apart(rank, ranks):
 
 def of_two(rank, ranks):
     found = {(name, stage): trained(rank, ranks, stage, autocast=name == "autocast")
-             for name, stage in {*CASES, *((name, 0) for name, _ in CASES)}}
+             for name, stage in dict.fromkeys([*CASES, *((name, 0) for name, _ in CASES)])}
     for stage in (0, 3):
         found["wide", stage] = trained(rank, ranks, stage, Wide, rows=256)
     found["apart"] = apart(rank, ranks)
