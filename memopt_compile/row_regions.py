@@ -179,11 +179,13 @@ def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, n
     def draw(value: fx.Node, need: str) -> bool:
         if value not in seen:
             found = None if need == WHOLE or value.op == "placeholder" else rule(value, {}, rows)
+            if found is not None and found.result != need:
+                found = None  # and its operands stay, too
             drawn = [draw(*operand) for operand in found.needs.items()] if found else []
             if value.target in PRODUCTS and (value.target, value.args) in same or found and not elsewhere.isdisjoint(found.needs):
                 elsewhere.add(value)
             wide = any([*drawn, width(value.meta["val"], rows) > narrow])
-            seen[value] = found is not None and found.result == need and wide and value not in elsewhere
+            seen[value] = found is not None and wide and value not in elsewhere
             if found is not None and seen[value]:
                 rules[value] = found
         return value in rules

@@ -24,3 +24,11 @@ def test_of_each_number(loss_of):
     step = loss_layer(loss_of, shape=(24,))
     before, after = chunk(step)
     assert after < 0.8 * before and widest(step) < 24 * VOCABULARY
+
+
+def test_a_target_is_transposed_where_there_are_as_many_rows_as_classes():
+    """What is read by columns stays whole, with all that it is made of."""
+    step = loss_layer(lambda z, y: (z.softmax(-1) - torch.zeros(z.shape, dtype=z.dtype).scatter(1, y[:, None], 1).t()).square().mean(),
+                      shape=(VOCABULARY,))
+    before, after = chunk(step)
+    assert after < before
