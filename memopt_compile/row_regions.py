@@ -154,6 +154,8 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
         return f"no gradient comes of the rows of {_named(begins[0])}"
     _draw_in(rules, begins, rows, narrow)
     moved, late = _made_behind(rules, place, place[last]), _needing(results, rules, last)
+    if torn := [n for n in moved if not rules.keys().isdisjoint(n.all_input_nodes)]:
+        return f"{_named(torn[0])} reads all of what the loss is made of row by row"
     between = order[place[late[0]]:place[last]] if late else []
     fixed = [n for n in (*moved, *between) if mutated_args(n) or is_random(n) or is_collective(n)]
     if fixed:
