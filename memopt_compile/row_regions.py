@@ -154,7 +154,7 @@ def _region(step: StepGraph, begins: list[fx.Node]) -> Region | str:
         return f"no gradient comes of the rows of {_named(begins[0])}"
     _draw_in(rules, begins, rows, narrow)
     moved, late = _made_behind(rules, place, place[last]), _needing(results, rules, last)
-    if torn := [n for n in moved if not rules.keys().isdisjoint(n.all_input_nodes)]:
+    if torn := [n for n in moved if any(a in rules and last < a for a in n.all_input_nodes)]:
         return f"{_named(torn[0])} reads all of what the loss is made of row by row"
     between = order[place[late[0]]:place[last]] if late else []
     fixed = [n for n in (*moved, *between) if mutated_args(n) or is_random(n) or is_collective(n)]
@@ -174,28 +174,28 @@ def _named(node: fx.Node) -> str:
 def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, narrow: int) -> None:
     """Add to `rules` what they read that is wide, or is made of such, and can be made in parts: but nothing that comes
     of the same product elsewhere."""
-    seen = {left_of(n): False for n in begins}
+    seen: dict[fx.Node, Rule | None] = {left_of(n): None for n in begins}
     same = {(n.target, n.args) for n in begins}
     elsewhere: set[fx.Node] = set()
 
-    def draw(value: fx.Node, need: str) -> bool:
+    def how(value: fx.Node, need: str) -> Rule | None:
         if value not in seen:
             found = None if need == WHOLE or value.op == "placeholder" else rule(value, {}, rows)
             if found is not None and found.result != need:
-                found = None  # and its operands stay, too
-            drawn = [draw(*operand) for operand in found.needs.items()] if found else []
+                found = None
+            drawn = [how(*operand) for operand in found.needs.items()] if found else []
             if value.target in PRODUCTS and (value.target, value.args) in same or found and not elsewhere.isdisjoint(found.needs):
                 elsewhere.add(value)
-            wide = any([*drawn, width(value.meta["val"], rows) > narrow])
-            seen[value] = found is not None and wide and value not in elsewhere
-            if found is not None and seen[value]:
-                rules[value] = found
-        return value in rules
+            wide = any(drawn) or width(value.meta["val"], rows) > narrow
+            seen[value] = found if wide and value not in elsewhere else None
+        return seen[value]
 
-    for found in list(rules.values()):
-        for operand in found.needs.items():
-            if operand[0] not in rules:
-                draw(*operand)
+    readers = list(rules.values())
+    while readers:  # what is read by nothing that is drawn in stays
+        for operand in readers.pop().needs.items():
+            if operand[0] not in rules and (found := how(*operand)) is not None:
+                rules[operand[0]] = found
+                readers.append(found)
 
 
 def _needing(results: Iterable[fx.Node], rules: Mapping[fx.Node, Rule], last: fx.Node) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_chunk_logits import VOCABULARY, chunk, loss_layer, widest
+from test_chunk_logits import VOCABULARY, chunk, loss_layer, refusal, widest
 
 
 def best(logits):
@@ -26,9 +26,17 @@ def test_of_each_number(loss_of):
     assert after < 0.8 * before and widest(step) < 24 * VOCABULARY
 
 
+def classes_of(z, y):
+    return torch.zeros(z.shape, dtype=z.dtype).scatter(1, y[:, None], 1)
+
+
 def test_a_target_is_transposed_where_there_are_as_many_rows_as_classes():
     """What is read by columns stays whole, with all that it is made of."""
-    step = loss_layer(lambda z, y: (z.softmax(-1) - torch.zeros(z.shape, dtype=z.dtype).scatter(1, y[:, None], 1).t()).square().mean(),
-                      shape=(VOCABULARY,))
+    step = loss_layer(lambda z, y: (z.softmax(-1) - classes_of(z, y).t()).square().mean(), shape=(VOCABULARY,))
     before, after = chunk(step)
     assert after < before
+
+
+def test_refuses_a_target_that_is_read_by_rows_and_by_columns():
+    step = loss_layer(lambda z, y: (z.softmax(-1) - (w := classes_of(z, y)).t() + w).square().mean(), shape=(VOCABULARY,))
+    assert "t reads all of what the loss is made of row by row" in refusal(step)
