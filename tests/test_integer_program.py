@@ -18,6 +18,7 @@ from memopt_compile.passes.release_gradients import ReleaseGradients  # noqa: E4
 from memopt_compile.passes.schedule_for_peak import ScheduleForPeak  # noqa: E402
 from memopt_compile.planning import planner  # noqa: E402
 from memopt_compile.planning.integer_program import NODES, Moment, Program  # noqa: E402
+from memopt_compile.planning.positions import _point, positions  # noqa: E402
 from memopt_compile.planning.rematerialization import Means, problem, simulate  # noqa: E402
 from memopt_compile.reporting import explaining  # noqa: E402
 from memopt_compile.seconds import roofline  # noqa: E402
@@ -44,7 +45,7 @@ def test_equal_values_share_variables_and_nothing_is_lost(name, compress):
     found = problem(prepared(name), roofline("cpu"), means=Means(compress=compress))
     apart, shared, loose = Apart(found, groups(found), strict=True), *(
         Program(found, groups(found), strict=strict) for strict in (True, False))
-    slack = dict.fromkeys(planner._positions(found), 0)
+    slack = dict.fromkeys(positions(found), 0)
     least = [program.solve(slack, None, 0.0)[3] for program in (apart, shared, loose)]
     assert least[1] == pytest.approx(least[0], rel=1e-4) and least[2] <= least[1] * (1 + 1e-4)
     for share in (0.3, 0.7):
@@ -66,7 +67,7 @@ def test_the_row_of_a_moment_is_what_simulation_says(name, kept):
     again = frozenset(o for o, group in enumerate(together) if found.operations[o].again and (group + 1) % kept)
     outcome, above = simulate(found, again), []
     for place, live in enumerate(outcome.live):
-        if isinstance(moment := planner._point(outcome, place), Moment):
+        if isinstance(moment := _point(outcome, place), Moment):
             model = Program(found, together, strict=True)
             model.out = {r: int(o in again) for o, r in enumerate(model.run) if r is not None}
             model.out |= {c: 0 for ways in model.pack for c in ways}
@@ -78,7 +79,7 @@ def test_the_row_of_a_moment_is_what_simulation_says(name, kept):
 @pytest.mark.parametrize("compress", [None, "auto"])
 def test_what_is_ruled_out_is_in_no_faster_plan(name, compress):
     found, out = problem(prepared(name), roofline("cpu"), means=Means(compress=compress)), 0
-    slack = dict.fromkeys(planner._positions(found), 0)
+    slack = dict.fromkeys(positions(found), 0)
     for share in (0.8, 0.65, 0.5):
         model = Program(found, groups(found))
         limit = int(model.solve(slack, None, 0.0)[3] / share)
@@ -93,7 +94,7 @@ def test_what_is_ruled_out_is_in_no_faster_plan(name, compress):
 def test_what_was_solved_is_solved_once(name):
     """A solution that satisfies less room, too, is one there; with more room, or for the peak, another may be."""
     found, again = problem(prepared(name), roofline("cpu")), 0
-    model, slack = Program(found, groups(found)), dict.fromkeys(planner._positions(found), 0)
+    model, slack = Program(found, groups(found)), dict.fromkeys(positions(found), 0)
     limit = model.solve(slack, None, 0.0)[3]
     for share, less in ((1.5, 0), (1.5, 1), (1.4, 0), (1.4, limit // 100), (1.2, 0), (1.2, limit // 50), (1.6, 0)):
         slack = dict.fromkeys(slack, less)
@@ -140,7 +141,7 @@ def test_so_are_those_with_dropout_on_inductor_whose_seeds_differ():
 @pytest.mark.parametrize("status, nodes", [(2, 0), (4, 3 * NODES)])  # as scipy has it: infeasible, and no solution in these nodes
 def test_a_search_that_finds_nothing_has_done_the_work_of_its_nodes(status, nodes):
     found = problem(prepared("linear"), roofline("cpu"))
-    model, slack = Program(found, groups(found)), dict.fromkeys(planner._positions(found), 0)
+    model, slack = Program(found, groups(found)), dict.fromkeys(positions(found), 0)
     nothing = SimpleNamespace(status=status, x=None, mip_node_count=None)
     with mock.patch("scipy.optimize.milp", lambda *given, **more: nothing):
         assert model.solve(slack, max(found.live), 0.0, nodes=3 * NODES) is None

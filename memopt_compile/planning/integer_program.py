@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ NODES = 100  # of the search tree for one solution
 PEAK_NODES = 50  # the same for the smallest peak, of which good solutions come early
 SECONDS = 120.0  # for one solution, should nodes take long
 INFEASIBLE = 2  # as scipy has it
+PEAK_SHARE = 1e-6  # of a plan's cost, within a limit
 TINY = 1e-6  # of the peak: smaller values count as alive
 
 
@@ -122,8 +123,9 @@ class Program:
         self.infeasible = False  # the last that was asked, as HiGHS proved
         self.work = 0.0  # rows that were solved, twice those of `NODES` nodes
         self.total = sum(o.seconds for o in problem.operations) or 1.0
+        self.bound: int | None = None  # the row of seconds
         if at_most < math.inf:
-            self.rows.add(-at_most / self.total, ((-share, column) for share, column in self._shares()))
+            self.faster_than(at_most)
         latest = latest_runs(problem.values, problem.operations)
         # For each value, the last position at which what reads it can run again.
         self.until = [max((latest[x] for x in readers), default=-1) for readers in self.readers]
@@ -173,18 +175,34 @@ class Program:
         self.last = Solved(plan, found.x, self.peak, gap, nodes, cost, most, low)
         return plan
 
-    def rule_out(self, slack: dict[Point, int], limit: int, again: frozenset[int], packed: Mapping[int, Packed]) -> None:
-        """This plan fits `limit`. Decide what no faster one decides otherwise: with reduced
-        costs at least as large as that plan's distance from the relaxed program's optimum."""
+    def faster_than(self, seconds: float) -> None:
+        """Of plans that take as long at most."""
+        if self.bound is None:
+            self.bound = len(self.rows.low)
+            self.rows.add(0, ((-share, column) for share, column in self._shares()))
+        self.rows.low[self.bound] = -seconds / self.total
+
+    def decisions(self, again: Collection[int], packed: Mapping[int, Packed]) -> dict[int, int]:
+        """What each r and c is in this plan."""
+        runs = {r: int(o in again) for o, r in enumerate(self.run) if r is not None}
+        forms = {v: p.form for v, p in packed.items()}
+        return runs | {c: int(forms.get(v) == p.form) for v, ways in enumerate(self.pack) for c, p in ways.items()}
+
+    def relaxed(self, slack: dict[Point, int], limit: int | None) -> Any:
+        """The solution of the linear program, of which fractions are allowed."""
         from scipy.optimize import linprog
 
         cost, least, most, rows, low = self._written(slack, limit)
         with silent():
-            relaxed = linprog(cost, -rows, -low, bounds=np.stack([least, most], axis=1))
-        if relaxed.x is None:
+            return linprog(cost, -rows, -low, bounds=np.stack([least, most], axis=1))
+
+    def rule_out(self, slack: dict[Point, int], limit: int, again: frozenset[int], packed: Mapping[int, Packed]) -> None:
+        """This plan fits `limit`. Decide what no faster one decides otherwise: with reduced
+        costs at least as large as that plan's distance from the relaxed program's optimum."""
+        if (relaxed := self.relaxed(slack, limit)).x is None:
             return
         known = (self.problem.cost(again, packed) / self.total + TINY * sum(p.error for p in packed.values())
-                 + cost[self.peak] * most[self.peak])
+                 + PEAK_SHARE * limit / self.unit)
         for column in range(self.peak):
             if relaxed.lower.marginals[column] > known - relaxed.fun:
                 self.out[column] = 0
@@ -223,7 +241,7 @@ class Program:
         for ways in self.pack:
             for c, packed in ways.items():
                 cost[c] += TINY * packed.error * weight
-        cost[self.peak] = 1.0 if for_peak else 1e-6
+        cost[self.peak] = 1.0 if for_peak else PEAK_SHARE
 
     def _available(self) -> None:
         for v, value in enumerate(self.problem.values):

@@ -13,29 +13,28 @@ that can run again and, where nothing near what is proved was found, that with t
 (`by_moments`); and positions are held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that
 leaves the plan as it is. Large programs are spared the last two where bursts are so much above the limit that each plan has
 others (`FUTILE`). None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it
-ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`; one that is still `FAR_OFF` gives way to a faster one
-for a little less. What comes out fits by simulation, not by the model.
+ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`; one that is still `FAR_OFF` is changed to faster ones
+that are mostly like it (`neighbours`), and gives way to a faster one for a little less. Within `RESOLUTION` of the smallest peak that is all:
+the plan with the smallest peak is changed so. What comes out fits by simulation, not by the model.
 
 For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-import numpy as np
-
-from .integer_program import NODES, Moment, Point, Program
+from .integer_program import NODES, Point, Program
 from .mending import mended
+from .neighbours import improved
 from .packing import Packed
-from .rematerialization import Outcome, Problem, fingerprint, simulate
+from .positions import positions, tighten
+from .rematerialization import Problem, fingerprint, simulate
 
-CHUNKS = 40  # stretches of the schedule that get a position each to begin with
 ROUNDS = 24  # of adding positions
 PROBES = 6  # of them to find the smallest peak
 FEW = 2  # of them beside plans that overflow for another reason
@@ -49,6 +48,7 @@ REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the s
 RESOLUTION = 0.03  # of the smallest peak
 GAP = 0.01
 FAR_OFF = 2 * GAP
+NEAR = 1.25  # times the smallest peak of the relaxed program
 BELOW = (0.01, 0.02, 0.03)  # of the limit, by which a plan that is not as far off may need less
 FUTILE = 0.1  # of the limit: where bursts are so much above it each plan has others
 LITTLE = WORK / 4  # by which such plans are looked for nonetheless
@@ -94,7 +94,7 @@ def _also_below(problem: Problem, limit: int, groups: Sequence[int], at_most: fl
     search = _Search(problem, limit, groups, at_most)
     plan, work = _cheapest(search), search.work
     if plan is None and at_most < math.inf and search.proved < math.inf and _may_fit(search):
-        plan = cheapest(problem, limit, groups)  # a search without a bound may come to one that is within it
+        plan = _cheapest(_Search(problem, limit, groups, math.inf))  # without a bound it may come to one that is within it
         return plan if plan and plan.seconds <= at_most else None
     for less in BELOW:
         below = int(limit * (1 - less))
@@ -111,18 +111,21 @@ def _also_below(problem: Problem, limit: int, groups: Sequence[int], at_most: fl
 def _may_fit(search: _Search) -> bool:
     """Whether there may be a plan within the search's limit and seconds."""
     problem, groups = search.problem, search.groups
-    return (smallest(problem, groups).peak_bytes <= search.limit
-            and Program(problem, groups, search.at_most, strict=True).solve(dict.fromkeys(_positions(problem), 0), search.limit, FIRST)
-            is not None)
+    return Program(problem, groups, search.at_most, strict=True).solve(
+        dict.fromkeys(positions(problem), 0), search.limit, FIRST) is not None
 
 
 def _cheapest(search: _Search) -> Solution | None:
     """In this order: a coarse solution, which says which positions are missing; a fine one; where that fits, more of the search
     tree, and where it overflows in bursts, rows for their moments and positions held to less."""
     problem, limit, groups, at_most = search.problem, search.limit, search.groups, search.at_most
-    model, slack = Program(problem, groups, at_most), dict.fromkeys(_positions(problem), 0)
+    model, slack = Program(problem, groups, at_most), dict.fromkeys(positions(problem), 0)
     rough = search.nearest(model, slack, COARSE, 1)
     if rough is None or rough.gap <= GAP and rough.peak_bytes <= limit:
+        return search.best
+    if search.best is None and (least := search.near()) is not None:
+        search.change(least.again, least.packed)
+        search.improve(search.best or least)
         return search.best
     slack = dict.fromkeys(slack, 0)
     if rough.peak_bytes > limit * (1 + BURST):
@@ -146,8 +149,10 @@ def _cheapest(search: _Search) -> Solution | None:
             search.ladder(model, slack)
         if GAP < search.gap < math.inf and not search.enough():  # by all positions that were found, none held to less
             search.nearest(model, dict.fromkeys(slack, 0), GAP, 1)
-    if search.proved < math.inf and search.gap > COARSE and (least := smallest(problem, groups)).peak_bytes <= limit:
+    if search.best is None and at_most == math.inf > search.proved and (least := smallest(problem, groups)).peak_bytes <= limit:
         search.change(least.again, least.packed)
+    if search.best:
+        search.improve(search.best)
     return search.best
 
 
@@ -175,18 +180,33 @@ class _Search:
 
     def any_plan(self) -> None:
         """Of any seconds: what it is changed to may be fast."""
-        self.nearest(Program(self.problem, self.groups), dict.fromkeys(_positions(self.problem), 0), FIRST, FEW)
+        self.nearest(Program(self.problem, self.groups), dict.fromkeys(positions(self.problem), 0), FIRST, FEW)
 
     def change(self, again: frozenset[int], packed: Mapping[int, Packed] = MappingProxyType({})) -> None:
         """What these come to that run again, once it fits and all of it is needed."""
         if (changed := mended(self.problem, self.groups, again, packed, self.limit)) is not None:
             self.take(_solution(self.problem, changed, packed))
 
+    def near(self) -> Solution | None:
+        """The plan with the smallest peak if the limit is within `RESOLUTION` of that. It takes seconds, so that it is looked for only if the
+        limit is `NEAR` what is proved for the smallest peak, and no faster plan is known."""
+        relaxed = Program(self.problem, self.groups, strict=True)
+        least = relaxed.relaxed(dict.fromkeys(positions(self.problem), 0), None).x
+        if self.at_most < math.inf or least is None or self.limit > NEAR * least[relaxed.peak] * relaxed.unit:
+            return None
+        plan = smallest(self.problem, self.groups)
+        return plan if plan.peak_bytes <= self.limit <= plan.peak_bytes * (1 + RESOLUTION) else None
+
+    def improve(self, plan: Solution) -> None:
+        """`plan` is changed to faster ones that are mostly like it, unless what is proved is not `FAR_OFF`."""
+        if self.gap > FAR_OFF:
+            self.take(_solution(self.problem, *improved(self.problem, self.groups, self.limit, plan.again, plan.packed)))
+
     def by_moments(self, over: Solution) -> None:
         """Once moments in the bursts of a plan that is `over` the limit have rows, what overflows there is no reason any more to
         hold positions to less. Such rows are of the bursts that one plan has, so that others may be faster."""
-        model, slack = Program(self.problem, self.groups, self.at_most, strict=True), dict.fromkeys(_positions(self.problem), 0)
-        _tighten(slack, simulate(self.problem, over.again, over.packed), self.limit, moments=True)
+        model, slack = Program(self.problem, self.groups, self.at_most, strict=True), dict.fromkeys(positions(self.problem), 0)
+        tighten(slack, simulate(self.problem, over.again, over.packed), self.limit, moments=True)
         self.ladder(model, dict.fromkeys(slack, 0), PROBES, moments=True)
 
     def ladder(self, model: Program, slack: dict[Point, int], rounds: int = ROUNDS, moments: bool = False) -> None:
@@ -233,7 +253,7 @@ class _Search:
                 nearest = Solution(again, outcome.peak_bytes, seconds, 1.0 if held else proved, packed)
             if outcome.peak_bytes <= self.limit:
                 break
-            new = _tighten(slack, outcome, aim, moments)
+            new = tighten(slack, outcome, aim, moments)
             if not (new or hold):
                 break
             fresh = new and moments
@@ -302,7 +322,7 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model, slack = Program(problem, groups, strict=True), dict.fromkeys(_positions(problem), 0)
+    model, slack = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0)
     for _ in range(PROBES):
         solved = model.solve(slack, None, RESOLUTION)
         if solved is None:
@@ -314,46 +334,5 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         best = min(best, found, key=lambda plan: plan.peak_bytes)
         if best.peak_bytes <= aim * (1 + RESOLUTION):
             break
-        _tighten(slack, outcome, aim)
+        tighten(slack, outcome, aim)
     return best
-
-
-def _positions(problem: Problem) -> Iterable[int]:
-    """The highest position of each of `CHUNKS` stretches."""
-    edges = np.linspace(0, len(problem.live), CHUNKS + 1, dtype=int)
-    return {int(low + np.argmax(problem.live[low:high])) for low, high in zip(edges, edges[1:])
-            if low < high}
-
-
-def _tighten(slack: dict[Point, int], outcome: Outcome, bound: int, moments: bool = False) -> bool:
-    """Add the worst point of each stretch above `bound`, or hold it to less; whether all are new. In a burst it is the position
-    before which that is, or with `moments` the one in it."""
-    worst: dict[int, tuple[int, int]] = {}  # by stretch: excess, place
-    stretch = 0
-    for place, size in enumerate(outcome.live):
-        if size <= bound:
-            stretch += 1
-        elif size - bound > worst.get(stretch, (0, 0))[0]:
-            worst[stretch] = size - bound, place
-    points: dict[Point, int] = {}
-    for excess, place in sorted(worst.values()):  # of one point the most
-        points[_point(outcome, place) if moments else outcome.at[place]] = excess
-    fresh = slack.keys().isdisjoint(points)
-    for point, excess in points.items():
-        slack[point] = slack[point] + excess if point in slack else 0
-    return fresh
-
-
-def _point(outcome: Outcome, place: int) -> Point:
-    """What the row for this place of a plan's schedule is of."""
-    def again(at: int) -> int | None:
-        key = outcome.order[at]
-        return key[1] if isinstance(key, tuple) and key[0] == "again" else None
-
-    position = outcome.at[place]
-    if (operation := again(place)) is None:
-        return position
-    burst = range(bisect.bisect_left(outcome.at, position), bisect.bisect_right(outcome.at, position))
-    earlier, later = (frozenset(o for at in part if (o := again(at)) is not None)
-                      for part in (range(burst.start, place), range(place + 1, burst.stop)))
-    return Moment(position, operation, earlier, later)
