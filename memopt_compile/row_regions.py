@@ -181,13 +181,11 @@ def _draw_in(rules: dict[fx.Node, Rule], begins: Iterable[fx.Node], rows: int, n
     def how(value: fx.Node, need: str) -> Rule | None:
         if value not in seen:
             found = None if need == WHOLE or value.op == "placeholder" else rule(value, {}, rows)
-            if found is not None and found.result != need:
-                found = None
             drawn = [how(*operand) for operand in found.needs.items()] if found else []
             if value.target in PRODUCTS and (value.target, value.args) in same or found and not elsewhere.isdisjoint(found.needs):
                 elsewhere.add(value)
             wide = any(drawn) or width(value.meta["val"], rows) > narrow
-            seen[value] = found if wide and value not in elsewhere else None
+            seen[value] = found if found is not None and found.result == need and wide and value not in elsewhere else None
         return seen[value]
 
     readers = list(rules.values())

@@ -6,7 +6,8 @@ a tenth of a second:
 
 1. Free are the decisions in which the plan is not as the relaxed program has it, and of the others a `SHARE` by chance (the same each time).
    Whenever that comes to nothing more of them are, up to `MOST`.
-2. What comes out is simulated, and changed until it fits (`mending`). If it is faster by `FASTER`, it is the next plan.
+2. The program is asked for what is faster by `FASTER`. What comes out is simulated, and changed until it fits (`mending`); if that is
+   faster, it is the next plan.
 3. What overflows gets rows, of moments in bursts too, and is held to as much less if it has one. Once no solution is left
    it is held to half as much less.
 
@@ -24,11 +25,11 @@ from .packing import Packed
 from .positions import positions, tighten
 from .rematerialization import Problem, simulate
 
-FASTER = 0.004
-PATIENCE = 4
+FASTER = 0.004  # of a plan's seconds
+PATIENCE = 4  # rounds
 SHARE, WIDER, MOST = 0.05, 1.5, 0.2
 TOLERANCE = 0.1  # within which the relaxed program has what a plan has
-GAP, NODES = 0.02, 20
+GAP, NODES = 0.02, 20  # of a program of few decisions
 
 
 def improved(problem: Problem, groups: Sequence[int], limit: int, again: frozenset[int], packed: Mapping[int, Packed]

@@ -9,7 +9,7 @@ no more than is left of its `WORK`.
 
 Where the position is there and the chain of recomputations itself is what overflows, a burst, the program is not right about it.
 Then plans are looked for in three ways, and the fastest is taken: plans are changed until they fit (`mending`), also one with all
-that can run again and, where nothing near what is proved was found, that with the smallest peak; moments in bursts get rows
+that can run again and, where nothing was found, that with the smallest peak; moments in bursts get rows
 (`by_moments`); and positions are held to as much less (or half of it), by a program that aims a little lower (`LESS`) where that
 leaves the plan as it is. Large programs are spared the last two where bursts are so much above the limit that each plan has
 others (`FUTILE`). None of that is proved, so that the gap is to the bound of positions that are held to nothing. All of it
@@ -116,8 +116,9 @@ def _may_fit(search: _Search) -> bool:
 
 
 def _cheapest(search: _Search) -> Solution | None:
-    """In this order: a coarse solution, which says which positions are missing; a fine one; where that fits, more of the search
-    tree, and where it overflows in bursts, rows for their moments and positions held to less."""
+    """In this order: a coarse solution, which says which positions are missing; near the smallest peak the plan with that, changed; a fine
+    one; where that fits, more of the search tree, and where it overflows in bursts, rows for their moments and positions held to less;
+    what is found, changed."""
     problem, limit, groups, at_most = search.problem, search.limit, search.groups, search.at_most
     model, slack = Program(problem, groups, at_most), dict.fromkeys(positions(problem), 0)
     rough = search.nearest(model, slack, COARSE, 1)
@@ -190,9 +191,11 @@ class _Search:
     def near(self) -> Solution | None:
         """The plan with the smallest peak if the limit is within `RESOLUTION` of that. It takes seconds, so that it is looked for only if the
         limit is `NEAR` what is proved for the smallest peak, and no faster plan is known."""
-        relaxed = Program(self.problem, self.groups, strict=True)
-        least = relaxed.relaxed(dict.fromkeys(positions(self.problem), 0), None).x
-        if self.at_most < math.inf or least is None or self.limit > NEAR * least[relaxed.peak] * relaxed.unit:
+        if self.at_most < math.inf:
+            return None
+        model = Program(self.problem, self.groups, strict=True)
+        least = model.relaxed(dict.fromkeys(positions(self.problem), 0), None).x
+        if least is None or self.limit > NEAR * least[model.peak] * model.unit:
             return None
         plan = smallest(self.problem, self.groups)
         return plan if plan.peak_bytes <= self.limit <= plan.peak_bytes * (1 + RESOLUTION) else None
