@@ -17,7 +17,8 @@ Nothing is proved by that. It ends after `PATIENCE` rounds without a faster plan
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from .integer_program import Point, Program
 from .mending import mended
@@ -47,8 +48,7 @@ def improved(problem: Problem, groups: Sequence[int], limit: int, again: frozens
             break
         solved = None
         if relaxed is not None:
-            model.out = {column: value for column, value in model.decisions(*best).items()
-                         if abs(relaxed[column] - value) < TOLERANCE and chance.random() > share}
+            model.out = held(model, best, relaxed, share, chance)
             solved = model.solve(slack, limit, GAP, NODES)
         if solved is None:
             share = min(MOST, share * WIDER)
@@ -64,6 +64,14 @@ def improved(problem: Problem, groups: Sequence[int], limit: int, again: frozens
         else:
             tighten(slack, outcome, limit, moments=True)
     return best
+
+
+def held(model: Program, plan: tuple[Collection[int], Mapping[int, Packed]], relaxed: Any, share: float, chance: random.Random
+         ) -> dict[int, int]:
+    """The decisions that rule 1 holds, and to what. None if the relaxed program has no solution."""
+    return {} if relaxed is None else {
+        column: value for column, value in model.decisions(*plan).items()
+            if abs(relaxed[column] - value) < TOLERANCE and chance.random() > share}
 
 
 def _halve(slack: dict[Point, int]) -> None:

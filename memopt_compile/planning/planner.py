@@ -17,20 +17,22 @@ ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`;
 that are mostly like it (`neighbours`), and gives way to a faster one for a little less. Within `RESOLUTION` of the smallest peak that is all:
 the plan with the smallest peak is changed so. What comes out fits by simulation, not by the model.
 
-For the smallest peak the program minimizes that, with positions added and plans changed in the same way.
+For the smallest peak the program minimizes that, first coarsely and then with most decisions held to the best plan's. Positions are added
+and plans changed in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .integer_program import NODES, Point, Program
 from .mending import mended
-from .neighbours import improved
+from .neighbours import SHARE, held, improved
 from .packing import Packed
 from .positions import positions, tighten
 from .rematerialization import Problem, fingerprint, simulate
@@ -46,6 +48,8 @@ FAR = 8  # times a step of these, beyond which it is passed by: so far above the
 WORK = 40000  # rows of all programs that were solved for a limit, after which one within `COARSE` will do: some five seconds
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
+ROUGH = 0.5  # the gap for a first look for it
+CLOSE = 0.015  # of the program's peak, within which a plan is the smallest
 GAP = 0.01
 FAR_OFF = 2 * GAP
 NEAR = 1.25  # times the smallest peak of the relaxed program
@@ -318,24 +322,25 @@ def _known(asked: tuple, problem: Problem, groups: Sequence[int], find: Callable
 
 
 def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """The choice with the smallest transient peak that was found, about `RESOLUTION` above what the program has. Of its seconds
-    nothing is proved (a gap of 1)."""
+    """The choice with the smallest transient peak that was found. Nothing of it is proved (a gap of 1)."""
     return _known(("smallest",), problem, groups, lambda: _smallest(problem, groups))  # type: ignore[return-value]
 
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
+    """A coarse solution of the program, and then of those that are mostly like the best plan: all decisions at once take five times as
+    long, and come to the same peaks."""
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model, slack = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0)
+    model, slack, chance, gap = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0), random.Random(0), ROUGH
     for _ in range(PROBES):
-        solved = model.solve(slack, None, RESOLUTION)
+        solved = model.solve(slack, None, gap)
         if solved is None:
             break
-        again, packed, _, aim = solved
+        again, packed, proved, aim = solved
         outcome, found = simulate(problem, again, packed), _solution(problem, again, packed)
-        found = (_mended(problem, groups, found, aim)
-                 or _mended(problem, groups, found, int((aim * found.peak_bytes) ** 0.5)) or found)
-        best = min(best, found, key=lambda plan: plan.peak_bytes)
-        if best.peak_bytes <= aim * (1 + RESOLUTION):
+        within = min(int((aim * found.peak_bytes) ** 0.5), best.peak_bytes - 1)  # halfway to what the program has
+        best = min(best, _mended(problem, groups, found, within) or found, key=lambda plan: plan.peak_bytes)
+        if best.peak_bytes <= aim * (1 + CLOSE) and (gap < ROUGH or proved <= RESOLUTION):
             break
-        tighten(slack, outcome, aim)
+        tighten(slack, outcome, aim, moments=True)
+        model.out, model.last, gap = held(model, (best.again, best.packed), model.relaxed(slack, None).x, SHARE, chance), None, RESOLUTION
     return best
