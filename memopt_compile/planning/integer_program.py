@@ -175,6 +175,10 @@ class Program:
         self.last = Solved(plan, found.x, self.peak, gap, nodes, cost, most, low)
         return plan
 
+    def size(self, slack: dict[Point, int]) -> int:
+        """Its rows with the points of `slack`."""
+        return len(self._written(slack, None)[-1])
+
     def faster_than(self, seconds: float) -> None:
         """Of plans that take as long at most."""
         if self.bound is None:

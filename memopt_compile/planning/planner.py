@@ -48,7 +48,8 @@ FAR = 8  # times a step of these, beyond which it is passed by: so far above the
 WORK = 40000  # rows of all programs that were solved for a limit, after which one within `COARSE` will do: some five seconds
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
-ROUGH = 0.5  # the gap for a first look for it
+LARGE = 3500  # rows of a program, beyond which not all are solved at once for it
+ROUGH = 0.5  # the gap for a first look then
 CLOSE = 0.015  # of the program's peak, within which a plan is the smallest
 GAP = 0.01
 FAR_OFF = 2 * GAP
@@ -327,10 +328,11 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """A coarse solution of the program, and then of those that are mostly like the best plan: all decisions at once take five times as
-    long, and come to the same peaks."""
+    """Where programs are large a coarse solution, and then those that are mostly like the best plan: all decisions at once take five times
+    as long, and come to the same peaks."""
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
-    model, slack, chance, gap = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0), random.Random(0), ROUGH
+    model, slack, chance = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0), random.Random(0)
+    gap = ROUGH if (large := model.size(slack) > LARGE) else RESOLUTION
     for _ in range(PROBES):
         solved = model.solve(slack, None, gap)
         if solved is None:
@@ -339,8 +341,10 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         outcome, found = simulate(problem, again, packed), _solution(problem, again, packed)
         within = min(int((aim * found.peak_bytes) ** 0.5), best.peak_bytes - 1)  # halfway to what the program has
         best = min(best, _mended(problem, groups, found, within) or found, key=lambda plan: plan.peak_bytes)
-        if best.peak_bytes <= aim * (1 + CLOSE) and (gap < ROUGH or proved <= RESOLUTION):
+        if best.peak_bytes <= aim * (1 + CLOSE) and (gap == RESOLUTION or proved <= RESOLUTION):
             break
-        tighten(slack, outcome, aim, moments=True)
-        model.out, model.last, gap = held(model, (best.again, best.packed), model.relaxed(slack, None).x, SHARE, chance), None, RESOLUTION
+        tighten(slack, outcome, aim)
+        if large:
+            model.out, model.last = held(model, (best.again, best.packed), model.relaxed(slack, None).x, SHARE, chance), None
+        gap = RESOLUTION
     return best
