@@ -29,7 +29,8 @@ from .step_graph import Phase, StepGraph, aliased_args, storage_roots
 def fused(step: StepGraph) -> tuple[Lifetimes, dict[fx.Node, int]]:
     """The lifetimes of `step` in its order without what is never made, of no bytes there and each operand of which its readers
     touch too; and the bytes by which less is alive while an operator writes over an operand."""
-    order, life = list(step.computing()), lifetimes(step.graph)
+    order, roots = list(step.computing()), storage_roots(step.graph)
+    life, geometry = lifetimes(step.graph, roots=roots), functools.cache(_geometry)
     last = {root: i for i, node in enumerate(order) for root in life.touched[node]}
     last.update(dict.fromkeys(life.kept, len(order)))
     forward = [step.phase(node) is Phase.FORWARD for node in order]
@@ -46,16 +47,17 @@ def fused(step: StepGraph) -> tuple[Lifetimes, dict[fx.Node, int]]:
         if last[node] < end[i] and not (forward[i] and node in behind):
             unmade.add(node)
             last |= {root: max(last[root], last[node]) for root in life.touched[node]}
-    touched, roots = dict(life.touched), storage_roots(step.graph)
+    touched = dict(life.touched)
     reads: dict[fx.Node, set[tuple[fx.Node, tuple]]] = {}  # storages, and as what
     over: dict[fx.Node, int] = {}
     for i, node in enumerate(order):
         touched[node] = touched[node].union(*(touched[root] for root in touched[node] & unmade if root is not node))
         reads[node] = {read for a in node.all_input_nodes for root in roots[a]
-                       for read in (reads[root] if root in unmade else {(root, _geometry(a))})}
+                       for read in (reads[root] if root in unmade else {(root, geometry(a))})}
         if node in made and node not in unmade:
-            same = {root for root, geometry in reads[node] if geometry == _geometry(node) and last.get(root) == i}
-            if same.difference(root for root, geometry in reads[node] if geometry != _geometry(node)):
+            mine = geometry(node)
+            same = {root for root, its in reads[node] if its == mine and last.get(root) == i}
+            if same.difference(root for root, its in reads[node] if its != mine):
                 over[node] = life.size[node]
     nothing = dict.fromkeys(unmade, 0)
     return replace(life, size=life.size | nothing, born=life.born | nothing, touched=touched), over

@@ -74,12 +74,14 @@ class Lifetimes:
     born: dict[fx.Node, int]
 
 
-def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted) -> Lifetimes:
-    """Owners and sizes of every storage that the graph itself allocates (`number`: see `nbytes`).
+def lifetimes(graph: fx.Graph, number: Callable[[Any], Any] = hinted,
+              roots: Mapping[fx.Node, frozenset[fx.Node]] | None = None) -> Lifetimes:
+    """Owners and sizes of every storage that the graph itself allocates (`number`: see `nbytes`). `roots` are its `storage_roots`,
+    where these are known.
 
     An item of a tuple owns its storage, from the tuple on; what nobody takes dies at once.
     """
-    roots = storage_roots(graph)
+    roots = roots or storage_roots(graph)
     inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr") or n.target is WINDOW}
     size: dict[fx.Node, int] = {}
     born: dict[fx.Node, int] = {}

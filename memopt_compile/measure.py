@@ -259,7 +259,7 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     # The recorder prints two lines each time, unless this is set when a process first records.
     level = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     with (mock.patch.dict(os.environ, level), mock.patch.dict(_now, measured=True),
-          profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording):
+          profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording):  # else 2.11 warns
         result = call()
     profiler: Any = recording.profiler
     kineto = profiler.kineto_results

@@ -20,6 +20,7 @@ attention runs again (`Sensitivity.together`).
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,8 +95,7 @@ def _use(reader: fx.Node, operand: fx.Node, argument: str) -> Use:
         return SAVED[name].get(argument, E)
     if name in LINEAR:
         return T
-    packet = getattr(getattr(torch.ops, reader.target.namespace), name, None)
-    if packet is None or all(torch.Tag.pointwise not in getattr(packet, form).tags for form in packet.overloads()):
+    if not _is_pointwise(reader.target.namespace, name):
         return E
     if name == "pow":
         exponent = reader.args[1]
@@ -105,6 +105,12 @@ def _use(reader: fx.Node, operand: fx.Node, argument: str) -> Use:
     if name in STEEP or exponentiated or name == "div" and argument == "other":
         return E
     return F if _broadcast(operand, reader) else T  # its error is the same for many, and does not average out
+
+
+@functools.cache
+def _is_pointwise(namespace: str, name: str) -> bool:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, form).tags for form in packet.overloads())
 
 
 def _broadcast(operand: fx.Node, reader: fx.Node) -> bool:
