@@ -160,9 +160,11 @@ def test_the_smallest_is_looked_for_once_however_many_limits_are_asked_for_in_be
         assert looked.call_count == 1 and len(planner._found) == planner.REMEMBERED
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("name", ["linear", "attention"])
-def test_the_smallest_is_near_that_of_all_choices(name):
+def test_the_smallest_is_near_that_of_all_choices(name, large, monkeypatch):
     """Although its search ends after some nodes, and knows of bursts only by holding what it knows to less."""
+    monkeypatch.setattr(planner, "LARGE", 0 if large else planner.LARGE)
     found = problem(prepared(name), roofline("cpu"))
     able = sorted((o for o, operation in enumerate(found.operations) if operation.again),
                   key=lambda o: -sum(found.values[v].nbytes for v in found.operations[o].makes))[:9]
@@ -170,8 +172,26 @@ def test_the_smallest_is_near_that_of_all_choices(name):
         operation.again = o in able
     best = min(simulate(found, again).peak_bytes for size in range(len(able) + 1)
                for again in itertools.combinations(able, size))
-    least = planner.smallest(found, range(len(found.operations)))
+    least = planner._smallest(found, range(len(found.operations)))
     assert best <= least.peak_bytes <= best / (1 - planner.RESOLUTION)
+
+
+@pytest.mark.parametrize("name", ["dropout", "normed"])
+def test_the_smallest_of_a_large_program_is_found_by_small_ones(name, monkeypatch):
+    """All but the first hold decisions, and come to what programs of all decisions do."""
+    together = groups(found := problem(prepared(name, 2), roofline("cpu")))
+    whole = planner._smallest(found, together)
+    monkeypatch.setattr(planner, "LARGE", 0)
+    held, solve = [], planner.Program.solve
+
+    def solved(model, *args, **more):
+        held.append(len(model.out))
+        return solve(model, *args, **more)
+
+    monkeypatch.setattr(planner.Program, "solve", solved)
+    least = planner._smallest(found, together)
+    assert held[0] == 0 and len(held) > 1 and all(held[1:])
+    assert least.peak_bytes == simulate(found, least.again).peak_bytes <= whole.peak_bytes * (1 + planner.RESOLUTION)
 
 
 def test_no_plan_is_looked_for_twice_unless_the_step_has_changed():
