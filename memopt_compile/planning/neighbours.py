@@ -68,9 +68,8 @@ def improved(problem: Problem, groups: Sequence[int], limit: int, again: frozens
 
 def held(model: Program, plan: tuple[Collection[int], Mapping[int, Packed]], relaxed: Any, share: float, chance: random.Random
          ) -> dict[int, int]:
-    """The decisions that rule 1 holds, and to what. None if the relaxed program has no solution."""
-    return {} if relaxed is None else {
-        column: value for column, value in model.decisions(*plan).items()
+    """The decisions that rule 1 holds, and to what. `relaxed` is the solution of the relaxed program."""
+    return {column: value for column, value in model.decisions(*plan).items()
             if abs(relaxed[column] - value) < TOLERANCE and chance.random() > share}
 
 

@@ -17,8 +17,8 @@ ends with a plan within `GAP`, or after so much `WORK` with one within `COARSE`;
 that are mostly like it (`neighbours`), and gives way to a faster one for a little less. Within `RESOLUTION` of the smallest peak that is all:
 the plan with the smallest peak is changed so. What comes out fits by simulation, not by the model.
 
-For the smallest peak the program minimizes that, first coarsely and then with most decisions held to the best plan's. Positions are added
-and plans changed in the same way.
+For the smallest peak the program minimizes that, a large one first coarsely and then with most decisions held to the best plan's. Positions
+are added and plans changed in the same way.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
         if best.peak_bytes <= aim * (1 + CLOSE) and (gap == RESOLUTION or proved <= RESOLUTION):
             break
         tighten(slack, outcome, aim)
-        if large:
-            model.out, model.last = held(model, (best.again, best.packed), model.relaxed(slack, None).x, SHARE, chance), None
         gap = RESOLUTION
+        if large and (relaxed := model.relaxed(slack, None).x) is not None:
+            model.out, model.last = held(model, (best.again, best.packed), relaxed, SHARE, chance), None
     return best
