@@ -48,7 +48,7 @@ FAR = 8  # times a step of these, beyond which it is passed by: so far above the
 WORK = 40000  # rows of all programs that were solved for a limit, after which one within `COARSE` will do: some five seconds
 REMEMBERED = 100  # plans: for a refusal up to fifty limits are tried, and the smallest peak is asked for again and again
 RESOLUTION = 0.03  # of the smallest peak
-LARGE = 3500  # rows of a program, beyond which not all are solved at once for it
+LARGE = 3500  # rows of a program, beyond which most decisions are held in those for it
 ROUGH = 0.5  # the gap for a first look then
 CLOSE = 0.015  # of the program's peak, within which a plan is the smallest
 GAP = 0.01
@@ -328,7 +328,7 @@ def smallest(problem: Problem, groups: Sequence[int]) -> Solution:
 
 
 def _smallest(problem: Problem, groups: Sequence[int]) -> Solution:
-    """Where programs are large a coarse solution, and then those that are mostly like the best plan: all decisions at once take five times
+    """Where programs are large a coarse solution, and then those that are mostly like the best plan: all decisions at once take twice
     as long, and come to the same peaks."""
     best = Solution(frozenset(), max(problem.live, default=0), 0.0, 0.0)
     model, slack, chance = Program(problem, groups, strict=True), dict.fromkeys(positions(problem), 0), random.Random(0)
