@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from .compat.trace import profiler_active
 
@@ -259,10 +259,9 @@ def _record(call: Callable[[], Any], device: str) -> tuple[Any, list[tuple[int, 
     # The recorder prints two lines each time, unless this is set when a process first records.
     level = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     with (mock.patch.dict(os.environ, level), mock.patch.dict(_now, measured=True),
-          profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording):  # else 2.11 warns
+          profile(use_kineto=True, profile_memory=True) as recording):  # `torch.profiler`'s of 2.11 warns
         result = call()
-    profiler: Any = recording.profiler
-    kineto = profiler.kineto_results
+    kineto: Any = recording.kineto_results
     # The flat list keeps the order of recording, which a stable sort preserves where two events
     # share a start; only the tree knows the addresses.
     addresses: dict[tuple[int, int], deque[int]] = defaultdict(deque)
