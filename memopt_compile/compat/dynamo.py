@@ -269,7 +269,9 @@ def tracing_scope(
     def differentiate(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         # A derivative may count by itself what a mask keeps (that of ``h[mask] = vector``); no gradient has such a size.
         # On a GPU autograd does so in a thread of its own, where `ignore_fresh_unbacked_symbols` of this one says nothing.
-        with mock.patch.object(tx.fake_mode.shape_env, "_ignore_fresh_unbacked_symbols_tls", lambda: True):
+        # That one, inside, would note what is answered here as what was before, and leave it so for good (torch 2.11).
+        with mock.patch.multiple(tx.fake_mode.shape_env, _ignore_fresh_unbacked_symbols_tls=lambda: True,
+                                 _ignore_fresh_unbacked_symbols_set=lambda ignored: True):
             return original_grad(self, tx, *args, **kwargs)
 
     def handle_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
