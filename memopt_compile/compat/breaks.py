@@ -167,6 +167,10 @@ def break_reason(error: Any) -> tuple[str, str]:
     if str(error).startswith("Tensor.retain_grad()"):
         return ("the gradient of a tensor on the way is asked for, of which the graph keeps none",
                 "have it computed: torch.autograd.grad(loss, [*parameters, tensor])")
+    if "`GradScaler." in str(error):
+        return ("a GradScaler reads off the gradients whether the optimizer takes its step",
+                "train in bfloat16 without one, or scale the loss by hand, with skip_nonfinite=True of memopt.optim "
+                "(docs/optimizers.md, \"Losses in float16\")")
     if "proxy" in str(error).split("\n")[0] and "Generator" in str(error):
         return ("a generator is given to an operator, and a graph knows none but torch's own",
                 "draw from torch's own generator, or ahead of the forward")
