@@ -141,6 +141,16 @@ def break_place(error: Any) -> tuple[str, int, str] | None:
     return (frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else None
 
 
+UNTRACED = {  # by class or function: reason and remedy
+    "GradScaler": ("a GradScaler reads off the gradients whether the optimizer takes its step",
+                   "train in bfloat16 without one, or scale the loss by hand, with skip_nonfinite=True of memopt.optim "
+                   '(docs/optimizers.md, "Losses in float16")'),
+    "LRScheduler": ("torch does not trace LRScheduler.step", "call it behind the step, which then takes the new rate"),
+    "pack_padded_sequence": ("torch does not trace pack_padded_sequence",
+                             "give a network of one direction the padded batch, and leave the padding out of the loss"),
+}
+
+
 def break_reason(error: Any) -> tuple[str, str]:
     """(reason, remedy) from what Dynamo says when it ends a graph."""
     if is_of_the_tracer(error):
@@ -167,10 +177,9 @@ def break_reason(error: Any) -> tuple[str, str]:
     if str(error).startswith("Tensor.retain_grad()"):
         return ("the gradient of a tensor on the way is asked for, of which the graph keeps none",
                 "have it computed: torch.autograd.grad(loss, [*parameters, tensor])")
-    if "`GradScaler." in str(error):
-        return ("a GradScaler reads off the gradients whether the optimizer takes its step",
-                "train in bfloat16 without one, or scale the loss by hand, with skip_nonfinite=True of memopt.optim "
-                "(docs/optimizers.md, \"Losses in float16\")")
+    if skipped := re.match(r"Attempted to (?:call|inline) function marked as skipped.*?function `(\S+?)`", str(error), re.DOTALL):
+        owner = skipped[1].split(".")[0]
+        return UNTRACED.get(owner, (f"torch does not trace {skipped[1]}", "call it outside of the step"))
     if "proxy" in str(error).split("\n")[0] and "Generator" in str(error):
         return ("a generator is given to an operator, and a graph knows none but torch's own",
                 "draw from torch's own generator, or ahead of the forward")

@@ -109,6 +109,17 @@ def test_ordinary_path(name, caplog):
     assert there and quoted in (None, there)
 
 
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("grad_scaler", "skip_nonfinite=True"), ("schedulers_in_a_list", "call it behind the step"),
+    ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step")])
+def test_the_line_says_what_to_do(name, remedy, caplog):
+    """Where Dynamo says of a function of torch's no more than to avoid it."""
+    with caplog.at_level(logging.WARNING, "memopt_compile"):
+        check(rows.ORDINARY[name], whole=False)
+    (line,) = [r.message for r in caplog.records if "not captured whole" in r.message]
+    assert remedy in line and "torch/" not in line
+
+
 @pytest.mark.parametrize("name", [name for name in rows.ORDINARY if name not in (
     "loss_divided_by_its_number",)])  # one graph then
 @pytest.mark.table(4)

@@ -1,7 +1,5 @@
 """Losses in float16, scaled by hand inside the step, as docs/optimizers.md has it."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,14 +75,3 @@ def test_by_hand_is_what_a_scaler_does(budget):
     assert memopt.report(run).kind == "step" and 0 < left_out < len(batches())
     for p, q in zip(model.parameters(), expected.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-def test_a_scaler_is_left_to_the_ordinary_path_with_what_to_do(caplog):
-    torch._dynamo.reset()
-    (_, _, step), (_, _, eager) = scaled_by_scaler(), scaled_by_scaler()
-    run = memopt.compile(step, lowering="eager")
-    with caplog.at_level(logging.WARNING, "memopt_compile"):
-        for x, y in batches(3):
-            torch.testing.assert_close(run(x, y), eager(x, y))
-    (line,) = [r.message for r in caplog.records if "not captured whole" in r.message]
-    assert "whether the optimizer takes its step" in line and "skip_nonfinite=True" in line
