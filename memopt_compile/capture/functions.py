@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import compat, ctc, gaussian_loss, margin_loss
 from ..compat import breaks, guards, python
+from . import scaler
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -29,22 +30,6 @@ def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = 
     """`nn.Transformer` reads off a mask's numbers whether it is the causal one, for speed only:
     where this says no, the mask itself is applied."""
     return is_causal is True
-
-
-class Unscaled:
-    """The methods of a `GradScaler` that is not enabled. (Dynamo enters none of torch's own.)"""
-
-    def scale(self: Any, outputs: Any) -> Any:
-        return None if self._enabled else outputs  # Dynamo guards on what is asked
-
-    def unscale_(self: Any, optimizer: Any) -> None:
-        pass
-
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-    def update(self: Any, new_scale: Any = None) -> None:
-        pass
 
 
 def cumulative_batch_norm(self: Any, x: Any) -> Any:
@@ -126,7 +111,7 @@ def inherited_step(step: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
-    """The result of one of `PREPARATIONS`, `Unscaled` or `inherited_step`, None for any other function."""
+    """The result of one of `PREPARATIONS`, a `GradScaler`'s method or `inherited_step`, None for any other function."""
     function, owner = called.fn, getattr(called, "obj", None)
     python.refuse_copy(function, owner)
     if getattr(function, "__code__", None) is compat.UPDATE_WRAPPER:
@@ -136,9 +121,10 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     if getattr(function, "__code__", None) is BATCH_NORM and _is_cumulative(compat.object_behind(owner or args[0])):
         given = [owner, *args] if owner else args
         return compat.UserFunctionVariable(cumulative_batch_norm).call_function(tx, given, kwargs)
-    unscaled = vars(Unscaled).get(function.__name__) if function.__module__ == "torch.amp.grad_scaler" else None
-    if unscaled and owner and not compat.object_behind(owner).is_enabled():
-        return compat.UserMethodVariable(unscaled, owner).call_function(tx, args, kwargs)
+    if function.__module__ == scaler.MODULE:
+        return scaler.call(tx, function, owner, args, kwargs)
+    if function is scaler.update_of:
+        args[0].realize().written = args[1]
     if kwargs or (function.__module__, function.__name__) not in PREPARATIONS:
         return None
     given = [compat.object_behind(a) for a in args]

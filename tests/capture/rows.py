@@ -14,6 +14,7 @@ import rows_numbers  # noqa: F401  (fills both)
 import rows_optimizers  # noqa: F401  (fills both)
 import rows_ordinary  # noqa: F401  (fills ORDINARY)
 import rows_python  # noqa: F401  (fills both)
+import rows_scaler  # noqa: F401  (fills both)
 import rows_steps  # noqa: F401  (fills ROWS)
 import torch
 import torch.nn.functional as F

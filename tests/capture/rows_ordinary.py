@@ -99,23 +99,6 @@ def lbfgs() -> Loop:
 
 
 @ordinary
-def grad_scaler() -> Loop:
-    model = mlp()
-    opt = adamw(model)
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(x, y):
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        return loss.detach()
-
-    return loop(model, opt, step)
-
-
-@ordinary
 def hook_registered_later() -> Loop:
     result = plain()
 

@@ -110,7 +110,8 @@ def test_ordinary_path(name, caplog):
 
 
 @pytest.mark.parametrize(("name", "remedy"), [
-    ("grad_scaler", "skip_nonfinite=True"), ("schedulers_in_a_list", "call it behind the step"),
+    ("grad_scaler_and_adama", "outside of the optimizer's step"),
+    ("grad_scaler_and_states_made_in_its_step", "call the step once before"), ("schedulers_in_a_list", "call it behind the step"),
     ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step")])
 def test_the_line_says_what_to_do(name, remedy, caplog):
     """Where Dynamo says of a function of torch's no more than to avoid it."""

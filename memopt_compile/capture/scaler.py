@@ -1,0 +1,153 @@
+"""A `torch.amp.GradScaler` in a trace: an update that eager would leave out is computed, and not taken.
+
+Eager reads off the gradients whether one of them is inf or NaN, and calls ``optimizer.step()`` if none is. A graph cannot
+ask. It runs the update, and each parameter and state that it may write to has its old value again where one was:
+
+    finite = all(|g| finite for g in gradients)        unscale_: g *= 1 / scale
+    old = clone(p); step writes p; p.copy_(where(finite, p, old))
+    scale, tracker = where(finite, ...)                update: growth_factor, backoff_factor, growth_interval
+
+Rules:
+
+1. Methods take the place of those of the same names in `torch.amp.grad_scaler`, whose file Dynamo does not enter. What they
+   keep in the scaler is what those keep, so that a part of the loop may be outside of the step.
+2. The scale is made before the trace, as states are: made in it, the first call's graph would be another than the second's.
+3. An update that changes anything else than parameters that have a gradient, and their states, ends the graph: numbers of Python's
+   (``self.steps += 1``), gradients that it frees, a moving average kept by a hook.
+
+Memory: an old value lives from the update of its tensor to its end. Numerics: eager's, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from .. import compat
+from ..compat import breaks, dynamo
+
+MODULE = OptState.__module__
+
+
+class Scaler:
+    """The methods of a `GradScaler`, enabled or not."""
+
+    def scale(self: Any, outputs: Any) -> Any:
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._scale.to(device=outputs.device)
+        return type(outputs)([self.scale(each) for each in outputs])
+
+    def unscale_(self: Any, optimizer: Any, divide: bool = False) -> None:
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = state_of(self, optimizer)
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update(), or step()")
+        inverse = self._scale.double().reciprocal().float()
+        with torch.no_grad():
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
+                         if p.grad is not None and p.grad.numel()]
+            if any(g.dtype is torch.float16 for g in gradients):
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            largest = [torch.linalg.vector_norm(g, float("inf")) for g in gradients]  # no mask as large as a gradient
+            for g in gradients:
+                g.div_(self._scale) if divide else g.mul_(inverse)
+            if largest:
+                found = sum([(~norm.isfinite()).float() for norm in largest])
+                state["found_inf_per_device"] = {self._scale.device: found}
+        state["stage"] = OptState.UNSCALED
+
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        self._check_scale_growth_tracker("step")
+        update = optimizer.step  # has the optimizer's state made
+        state = state_of(self, optimizer)
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer, getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused update does it
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        found = sum(state["found_inf_per_device"].values())
+        with torch.no_grad():
+            written = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            written += [value for p in written for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+            old = [value.clone() for value in written]
+            update_of(update, written, *args, **kwargs)
+            for value, before in zip(written, old):
+                value.copy_(torch.where(found == 0, value, before))
+        state["stage"] = OptState.STEPPED
+
+    def update(self: Any, new_scale: Any = None) -> None:
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        with torch.no_grad():
+            if isinstance(new_scale, Tensor):
+                scale.copy_(new_scale)
+            elif new_scale is not None:
+                scale.fill_(new_scale)
+            else:
+                found = sum([found for state in self._per_optimizer_states.values()
+                             for found in state["found_inf_per_device"].values()])
+                if not isinstance(found, Tensor):
+                    raise AssertionError("No inf checks were recorded prior to update.")
+                good = tracker + 1
+                grown = (scale.double() * self._growth_factor).float()
+                grown = torch.where((good == self._growth_interval) & grown.isfinite(), grown, scale)
+                scale.copy_(torch.where(found == 0, grown, (scale.double() * self._backoff_factor).float()))
+                tracker.copy_(torch.where((found == 0) & (good != self._growth_interval), good, 0))
+        self._per_optimizer_states.clear()
+
+    def _check_scale_growth_tracker(self: Any, funcname: str) -> Any:
+        if self._scale is None:
+            raise AssertionError(f"Attempted {funcname} but _scale is None. Use scaler.scale(loss) earlier.")
+        return self._scale, self._growth_tracker
+
+    def get_scale(self: Any) -> float:
+        return self._scale.item() if self._enabled else 1.0
+
+
+def state_of(scaler: Any, optimizer: Any) -> dict[str, Any]:
+    """What the scaler keeps of an optimizer till the next `update`. (Dynamo reads a constant off its empty defaultdict.)"""
+    return scaler._per_optimizer_states.setdefault(
+        id(optimizer), {"stage": OptState.READY, "found_inf_per_device": {}})
+
+
+def update_of(update: Any, written: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    """Calls `update`, which may change nothing but `written`."""
+    update(*args, **kwargs)
+
+
+def refuse_more(optimizer: torch.optim.Optimizer, written: Any, changed: Callable[[list], str], result: Any) -> None:
+    """End the graph at an update that has changed more than was `written`; `result` is what it returns."""
+    more = changed(dynamo.tensors_in(written)) or ("" if dynamo.is_none(result) else "what it returns")
+    if not more:
+        return
+    if any(p.requires_grad and not optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
+        breaks.break_graph("a GradScaler may leave out the optimizer's step, which makes states", more,
+                           "call the step once before it is compiled, to have them made")
+    breaks.break_graph(
+        "a GradScaler may leave out the optimizer's step, which changes more than parameters and their states",
+        more, "train in bfloat16 without one, or have that done outside of the optimizer's step")
+
+
+def call(tx: Any, function: Any, owner: Any, args: Any, kwargs: Any) -> Any:
+    """A function of `torch.amp.grad_scaler` in a trace, None for one that is not traced."""
+    form = vars(Scaler).get(function.__name__)
+    if form is None or owner is None:
+        return None
+    scaler = compat.object_behind(owner)
+    if function.__name__ == "scale" and scaler.is_enabled() and scaler._scale is None:
+        tensors = dynamo.tensors_in(args[0])
+        if tensors:
+            scaler._lazy_init_scale_growth_tracker(compat.fake_value(tensors[0]).device)
+    return compat.UserMethodVariable(form, owner).call_function(tx, args, kwargs)
