@@ -56,12 +56,13 @@ class Scaler:
                          if p.grad is not None and p.grad.numel()]
             if any(g.dtype is torch.float16 for g in gradients):
                 raise ValueError("Attempting to unscale FP16 gradients.")
-            largest = [torch.linalg.vector_norm(g, float("inf")) for g in gradients]  # no mask as large as a gradient
+            if gradients:
+                # No mask as large as a gradient; and of rows that ranks share all ranks look at all.
+                largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
+                largest = largest if type(largest) is Tensor else largest.full_tensor()
+                state["found_inf_per_device"] = {self._scale.device: (~largest.isfinite()).float()}
             for g in gradients:
                 g.div_(self._scale) if divide else g.mul_(inverse)
-            if largest:
-                found = sum([(~norm.isfinite()).float() for norm in largest])
-                state["found_inf_per_device"] = {self._scale.device: found}
         state["stage"] = OptState.UNSCALED
 
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

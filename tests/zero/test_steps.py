@@ -3,6 +3,8 @@ of ZeRO gives the numbers of data parallel bit for bit."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt_compile as memopt
 from memopt_compile import records
 
-CASES = thinned([("plain", 2), ("plain", 3), ("autocast", 3)])
+CASES = thinned([("plain", 2), ("plain", 3), ("autocast", 3), ("scaled", 1), ("scaled", 2), ("scaled", 3)])
 SHARE = 0.9  # of the peak without a budget
 
 
@@ -49,37 +51,42 @@ class Wide(nn.Module):
         return self.last(x)
 
 
-def trained(rank, ranks, stage, kind=Mixed, rows=16, autocast=False, budget=None):
+def trained(rank, ranks, stage, kind=Mixed, rows=16, autocast=False, scaled=False, budget=None):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = kind()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     name, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
+    scaler = torch.amp.GradScaler("cpu", 300.0, 1.7, 0.6, 2, enabled=scaled)
     if stage:
         memopt.shard_(model, opt, init_device_mesh("cpu", (ranks,)), stage=stage)
 
-    def step(x, y):
+    def step(x, y, factor):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(x)
         loss = F.cross_entropy(out.float(), y)
-        loss.backward()
+        scaler.scale(loss * factor).backward()
         if not stage:
             for p in model.parameters():
                 p.grad = c10d.wait_tensor(c10d.all_reduce(p.grad, "avg", name))
-        opt.step()
+        scaler.step(opt)
+        scaler.update()
         opt.zero_grad()
         return loss
 
     run = memopt.compile(step, zero=stage, lowering="eager", memory_budget=budget)
     generator = torch.Generator().manual_seed(3 + rank)
     torch.manual_seed(100 + rank)  # each rank drops for itself
-    losses = [float(run(torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)))
-              for _ in range(3)]
+    losses = []
+    for i in range(3):
+        factor = torch.tensor(math.inf if scaled and (i, rank) == (1, 1) else 1.0)  # one rank's gradients overflow
+        losses.append(float(run(torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator),
+                                factor)))
     record = records.compilations(step.__code__)[-1]
     return {"kind": (record.kind, record.reason), "losses": losses, "peak": record.predicted_peak_bytes,
             "again": len(record.step.plan.chosen("recompute")) if record.step.plan else 0,
             "parameters": [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in model.parameters()],
-            "buffers": list(model.buffers())}
+            "buffers": list(model.buffers()), "scale": scaler.state_dict()}
 
 
 def apart(rank, ranks):
@@ -105,7 +112,7 @@ def apart(rank, ranks):
 
 
 def of_two(rank, ranks):
-    found = {(name, stage): trained(rank, ranks, stage, autocast=name == "autocast")
+    found = {(name, stage): trained(rank, ranks, stage, autocast=name == "autocast", scaled=name == "scaled")
              for name, stage in dict.fromkeys([*CASES, *((name, 0) for name, _ in CASES)])}
     for stage in (0, 3):
         found["wide", stage] = trained(rank, ranks, stage, Wide, rows=256)
@@ -132,6 +139,8 @@ def test_an_update_of_its_own_is_compiled_once(pair):
 def test_is_data_parallel_bit_for_bit(pair, name, stage):
     for rank in pair:
         same(rank[name, stage], rank[name, 0])
+    scales = [rank[name, stage]["scale"] for rank in pair]
+    assert scales[0] == scales[1] and scales[0].get("scale") == ({"scaled": torch.tensor(180.0).item()}.get(name))
     means = [rank[name, stage]["buffers"][0] for rank in pair]
     assert not torch.equal(*means)  # each of its own samples
 
@@ -144,6 +153,6 @@ def test_a_budget_computes_again_with_the_same_numbers(pair):
 
 
 def same(a, b):
-    assert a["losses"] == b["losses"]
+    assert a["losses"] == b["losses"] and a["scale"] == b["scale"]
     for kind in ("parameters", "buffers"):
         assert all(map(torch.equal, a[kind], b[kind]))
