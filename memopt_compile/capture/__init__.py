@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from .. import compat, folding
-from ..compat import branches, breaks, decided, dynamo, effects, frames, guards, used_up
+from ..compat import branches, breaks, decided, dynamo, frames, guards, used_up
 from ..errors import MemoptError
 from ..records import compilations
-from . import backward, functions, iterations, read_later, scaler, telling, torch_optim, update_copies
+from . import backward, functions, iterations, read_later, telling, torch_optim, update_copies
 
 log = logging.getLogger("memopt_compile")
 
@@ -176,7 +176,7 @@ class _BoundStep(compat.VariableTracker):
     def __init__(self, optimizer: Any, update: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.optimizer, self.update = optimizer, update
-        self.written: Any = None  # all that it may change, where a `GradScaler` takes the step
+        self.check: Callable | None = None  # behind an update that a `GradScaler` may leave out
 
     def call_function(self, tx: Any, args: Any, kwargs: dict) -> Any:
         if _notes.resumed and not _notes_of(tx).backwards:  # see `install`
@@ -185,11 +185,10 @@ class _BoundStep(compat.VariableTracker):
         build = compat.VariableTracker.build
         packed = compat.tuple_variable(list(args))
         named = compat.dict_variable(tx, kwargs)
-        changed = effects.watch(tx) if self.written else None
         value = build(tx, torch_optim.step).call_function(
             tx, [self.optimizer, self.update, packed, named], {})
-        if changed:
-            scaler.refuse_more(self.optimizer.value, self.written, changed, value)
+        if self.check:
+            self.check(self.optimizer.value, value)
         _notes_of(tx).updates += 1
         return value
 

@@ -124,7 +124,7 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     if function.__module__ == scaler.MODULE:
         return scaler.call(tx, function, owner, args, kwargs)
     if function is scaler.update_of:
-        args[0].realize().written = args[1]
+        args[0].realize().check = scaler.check(tx, args[1])
     if kwargs or (function.__module__, function.__name__) not in PREPARATIONS:
         return None
     given = [compat.object_behind(a) for a in args]

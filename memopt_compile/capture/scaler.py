@@ -15,7 +15,10 @@ Rules:
 3. An update that changes anything else than parameters that have a gradient, and their states, ends the graph: numbers of Python's
    (``self.steps += 1``), gradients that it frees, a moving average kept by a hook.
 
-Memory: an old value lives from the update of its tensor to its end. Numerics: eager's, to the bit.
+4. Ranks that share parameters leave the update out together: they look for the largest element of all gradients.
+
+Memory: an old value lives while its tensor is updated. Numerics: eager's operators; a fused update divides by the scale, others
+multiply by its inverse.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .. import compat
-from ..compat import breaks, dynamo
+from ..compat import breaks, dynamo, effects
 
 MODULE = OptState.__module__
 
@@ -57,7 +60,7 @@ class Scaler:
             if any(g.dtype is torch.float16 for g in gradients):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             if gradients:
-                # No mask as large as a gradient; and of rows that ranks share all ranks look at all.
+                # No mask as large as a gradient; of rows that ranks share it is that of all.
                 largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
                 largest = largest if type(largest) is Tensor else largest.full_tensor()
                 state["found_inf_per_device"] = {self._scale.device: (~largest.isfinite()).float()}
@@ -113,6 +116,9 @@ class Scaler:
             raise AssertionError(f"Attempted {funcname} but _scale is None. Use scaler.scale(loss) earlier.")
         return self._scale, self._growth_tracker
 
+    def is_enabled(self: Any) -> bool:
+        return self._enabled
+
     def get_scale(self: Any) -> float:
         return self._scale.item() if self._enabled else 1.0
 
@@ -128,17 +134,22 @@ def update_of(update: Any, written: list[Tensor], *args: Any, **kwargs: Any) -> 
     update(*args, **kwargs)
 
 
-def refuse_more(optimizer: torch.optim.Optimizer, written: Any, changed: Callable[[list], str], result: Any) -> None:
-    """End the graph at an update that has changed more than was `written`; `result` is what it returns."""
-    more = changed(dynamo.tensors_in(written)) or ("" if dynamo.is_none(result) else "what it returns")
-    if not more:
-        return
-    if any(p.requires_grad and not optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
-        breaks.break_graph("a GradScaler may leave out the optimizer's step, which makes states", more,
-                           "call the step once before it is compiled, to have them made")
-    breaks.break_graph(
-        "a GradScaler may leave out the optimizer's step, which changes more than parameters and their states",
-        more, "train in bfloat16 without one, or have that done outside of the optimizer's step")
+def check(tx: Any, written: Any) -> Callable[[torch.optim.Optimizer, Any], None]:
+    """Ends the graph behind an update, of this optimizer and with this result, that changes more than is `written`."""
+    changed = effects.watch(tx)
+
+    def refuse_more(optimizer: torch.optim.Optimizer, result: Any) -> None:
+        more = changed(dynamo.tensors_in(written)) or ("" if dynamo.is_none(result) else "what it returns")
+        if more == effects.HELD and any(p.requires_grad and not optimizer.state.get(p)
+                                        for group in optimizer.param_groups for p in group["params"]):
+            breaks.break_graph("a GradScaler may leave out the optimizer's step, which makes its states", more,
+                               "call the step once before it is compiled, to have them made")
+        if more:
+            breaks.break_graph(
+                "a GradScaler may leave out the optimizer's step, which changes more than parameters and their states",
+                more, "train in bfloat16 without one, or have that done outside of the optimizer's step")
+
+    return refuse_more
 
 
 def call(tx: Any, function: Any, owner: Any, args: Any, kwargs: Any) -> Any:
@@ -151,4 +162,9 @@ def call(tx: Any, function: Any, owner: Any, args: Any, kwargs: Any) -> Any:
         tensors = dynamo.tensors_in(args[0])
         if tensors:
             scaler._lazy_init_scale_growth_tracker(compat.fake_value(tensors[0]).device)
+    if function.__name__ == "step" and scaler.is_enabled():
+        optimizer = compat.object_behind(args[0])
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not type(optimizer).__module__.startswith("torch.optim"):
+            breaks.break_graph("the optimizer unscales its gradients itself", "a GradScaler hands itself to its step",
+                               "train in bfloat16 without one")
     return compat.UserMethodVariable(form, owner).call_function(tx, args, kwargs)

@@ -142,9 +142,6 @@ def break_place(error: Any) -> tuple[str, int, str] | None:
 
 
 UNTRACED = {  # by class or function: reason and remedy
-    "GradScaler": ("a GradScaler reads off the gradients whether the optimizer takes its step",
-                   "train in bfloat16 without one, or scale the loss by hand, with skip_nonfinite=True of memopt.optim "
-                   '(docs/optimizers.md, "Losses in float16")'),
     "LRScheduler": ("torch does not trace LRScheduler.step", "call it behind the step, which then takes the new rate"),
     "pack_padded_sequence": ("torch does not trace pack_padded_sequence",
                              "give a network of one direction the padded batch, and leave the padding out of the loss"),

@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting, ValueMutationNew
+from torch._dynamo.variables.base import (
+    AttributeMutationNew,
+    ValueMutationExisting,
+    ValueMutationNew,
+)
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import lists
+
+HELD = "what a list or dict holds"
 
 
 def watch(tx: Any) -> Callable[[list], str]:
@@ -54,9 +60,9 @@ def _contents(effects: Any) -> dict[tuple[Any, str], Any]:
     for variable in [*effects.id_to_variable.values()]:
         held = getattr(variable, "_base_vt", None) or variable  # of a defaultdict
         if isinstance(held, tuple(lists.WHOLE)):
-            found[variable, "what a list or dict holds"] = [id(each) for each in held.added]
+            found[variable, HELD] = [id(each) for each in held.added]
         elif isinstance(items := getattr(held, "items", None), list | dict):
-            found[variable, "what a list or dict holds"] = [*map(_same, items.values() if isinstance(items, dict) else items)]
+            found[variable, HELD] = [*map(_same, items.values() if isinstance(items, dict) else items)]
         elif isinstance(variable.mutation_type, ValueMutationExisting):
             found[variable, type(variable).__name__] = variable.mutation_type.is_modified
     return found

@@ -196,6 +196,13 @@ def grad_scaler_and_states_of_8_bits() -> Loop:
 
 
 @row
+def grad_scaler_and_parameters_of_12_bits() -> Loop:
+    """Whose draws are not counted where the update is left out."""
+    model = memopt.quantize_parameters_(mlp(), bits=12)
+    return with_scaler(model, memopt.optim.SGD(model.parameters(), 0.05, momentum=0.9))
+
+
+@row
 def grad_scaler_and_came() -> Loop:
     model = mlp()
     return with_scaler(model, memopt.optim.CAME(model.parameters(), 0.02))

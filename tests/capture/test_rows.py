@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rows
+import rows_scaler
 import torch
 from harness import STEPS, compiled, largest_difference, train
 from torch._dynamo.variables import builder
@@ -70,6 +71,17 @@ def test_optimizer(name):
     check(lambda: rows.with_optimizer(name), until=2)
 
 
+@pytest.mark.parametrize("name", [name for name in rows.OPTIMIZERS if name not in (
+    "Muon", "SGD_dampening")])  # that trains no bias, whose gradient stays inf; this makes its states of gradients
+@pytest.mark.table(6)
+def test_optimizer_with_a_scaler(name):
+    def build():
+        trained = rows.with_optimizer(name)
+        return rows_scaler.with_scaler(trained.modules[0], trained.optimizers[0])
+
+    check(build, until=2)
+
+
 def test_what_a_step_counts_is_no_size_to_a_budget():
     build = rows.ROWS["optimizer_that_counts"]
     _, free = compiled(build, until=STEPS)
@@ -110,7 +122,8 @@ def test_ordinary_path(name, caplog):
 
 
 @pytest.mark.parametrize(("name", "remedy"), [
-    ("grad_scaler_and_adama", "outside of the optimizer's step"),
+    *((f"grad_scaler_and_{what}", "outside of the optimizer's step") for what in (
+        "adama", "a_mean_of_weights", "an_update_that_counts")),
     ("grad_scaler_and_states_made_in_its_step", "call the step once before"), ("schedulers_in_a_list", "call it behind the step"),
     ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step")])
 def test_the_line_says_what_to_do(name, remedy, caplog):

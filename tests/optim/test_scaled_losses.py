@@ -1,4 +1,4 @@
-"""Losses in float16, scaled by hand inside the step, as docs/optimizers.md has it."""
+"""A `torch.amp.GradScaler` in float16, captured: what docs/optimizers.md says of it. (Its loops are rows of tests/capture.)"""
 
 import pytest
 import torch
@@ -7,71 +7,51 @@ from torch import nn
 
 import memopt_compile as memopt
 
-GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
 TOO_LARGE = 2.0**22  # gradients of the first steps are beyond float16
+WIDTH = 128
 
 
-def made(kind, **settings):
+def scaled():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
-    return model, kind(model.parameters(), lr=1e-2, **settings)
-
-
-def loss_of(model, x, y):
-    with torch.autocast("cpu", torch.float16):
-        return F.cross_entropy(model(x), y)
-
-
-def batches(n=12):
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(16, 32, generator=generator), torch.randint(10, (16,), generator=generator)) for _ in range(n)]
-
-
-def scaled_by_scaler():
-    model, opt = made(torch.optim.AdamW)
-    scaler = torch.amp.GradScaler("cpu", TOO_LARGE, GROWTH, BACKOFF, INTERVAL)
+    model = nn.Sequential(nn.Linear(32, WIDTH), *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)],
+                          nn.Linear(WIDTH, 10))
+    opt, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", TOO_LARGE, growth_interval=2)
 
     def step(x, y):
-        loss = loss_of(model, x, y)
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y)
         scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
         return loss.detach()
 
-    return model, scaler.get_scale, step
+    return model, scaler, step
 
 
-def scaled_by_hand():
-    model, opt = made(memopt.optim.AdamW, skip_nonfinite=True)
-    scale, good = torch.tensor(TOO_LARGE), torch.tensor(0)
-
-    def step(x, y):
-        loss = loss_of(model, x, y)
-        (loss * scale).backward()
-        finite = torch.stack([p.grad.isfinite().all() for p in model.parameters()]).all()
-        for p in model.parameters():
-            p.grad.mul_(torch.where(finite, 1 / scale, float("nan")))
-        opt.step()
-        opt.zero_grad()
-        good.copy_(torch.where(finite, good + 1, 0))
-        scale.mul_(torch.where(finite, torch.where(good % INTERVAL == 0, GROWTH, 1.0), BACKOFF))
-        return loss.detach()
-
-    return model, lambda: float(scale), step
+def batches(n=12):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(512, 32, generator=generator), torch.randint(10, (512,), generator=generator)) for _ in range(n)]
 
 
-@pytest.mark.parametrize("budget", [None, 0.999])
-def test_by_hand_is_what_a_scaler_does(budget):
-    """Steps that overflow are left out, and the scale moves alike."""
+@pytest.mark.parametrize(("lowering", "budget"), [
+    ("eager", None), ("eager", 0.75), pytest.param("inductor", 0.75, marks=pytest.mark.inductor)])
+def test_is_what_eager_does(lowering, budget):
+    """Steps that overflow are left out, and the scale moves alike. A budget is kept."""
     torch._dynamo.reset()
-    (model, scale, step), (expected, expected_scale, eager) = scaled_by_hand(), scaled_by_scaler()
-    run, left_out = memopt.compile(step, lowering="eager", memory_budget=budget), 0
+    (model, scaler, step), (expected, expected_scaler, eager) = scaled(), scaled()
+    run, left_out = memopt.compile(step, lowering=lowering, memory_budget=budget), 0
     for x, y in batches():
         before = [p.detach().clone() for p in model.parameters()]
-        torch.testing.assert_close(run(x, y), eager(x, y), rtol=1e-3, atol=1e-3)
-        assert scale() == expected_scale()
+        torch.testing.assert_close(run(x, y), eager(x, y), rtol=1e-2, atol=1e-2)
+        assert scaler.state_dict() == expected_scaler.state_dict()
         left_out += all(map(torch.equal, before, model.parameters()))
-    assert memopt.report(run).kind == "step" and 0 < left_out < len(batches())
+    report = memopt.report(run)
+    assert report.kind == "step" and report.predicted_peak_bytes == report.measured_peak_bytes
+    assert 0 < left_out < len(batches())
+    if budget:
+        assert report.measured_peak_bytes <= report.budget_bytes
     for p, q in zip(model.parameters(), expected.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=2e-3)
