@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import compat, ctc, gaussian_loss, margin_loss
 from ..compat import breaks, guards, python
-from . import scaler
+from . import scaler, torch_optim
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
 # as they are while the step is traced; in the trace they would end its graph for good.
@@ -114,10 +114,12 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     """The result of one of `PREPARATIONS`, a `GradScaler`'s method or `inherited_step`, None for any other function."""
     function, owner = called.fn, getattr(called, "obj", None)
     python.refuse_copy(function, owner)
-    if getattr(function, "__code__", None) is compat.UPDATE_WRAPPER:
-        step = compat.VariableTracker.build(tx, function.__wrapped__)
-        return compat.UserFunctionVariable(inherited_step).call_function(
-            tx, [step, *([owner] if owner else []), *args], kwargs)
+    if getattr(function, "__code__", None) in (compat.UPDATE_WRAPPER, compat.HOOKS_WRAPPER):
+        step, given = compat.VariableTracker.build(tx, function.__wrapped__), [*([owner] if owner else []), *args]
+        if function.__code__ is compat.UPDATE_WRAPPER:
+            return compat.UserFunctionVariable(inherited_step).call_function(tx, [step, *given], kwargs)
+        hooked = [given[0], step, compat.tuple_variable(given[1:]), compat.dict_variable(tx, kwargs)]
+        return compat.UserFunctionVariable(torch_optim.step).call_function(tx, hooked, {})
     if getattr(function, "__code__", None) is BATCH_NORM and _is_cumulative(compat.object_behind(owner or args[0])):
         given = [owner, *args] if owner else args
         return compat.UserFunctionVariable(cumulative_batch_norm).call_function(tx, given, kwargs)

@@ -23,6 +23,7 @@ multiply by its inverse.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,16 +141,25 @@ def check(tx: Any, written: Any) -> Callable[[torch.optim.Optimizer, Any], None]
 
     def refuse_more(optimizer: torch.optim.Optimizer, result: Any) -> None:
         more = changed(dynamo.tensors_in(written)) or ("" if dynamo.is_none(result) else "what it returns")
-        if more == effects.HELD and any(p.requires_grad and not optimizer.state.get(p)
-                                        for group in optimizer.param_groups for p in group["params"]):
-            breaks.break_graph("a GradScaler may leave out the optimizer's step, which makes its states", more,
-                               "call the step once before it is compiled, to have them made")
+        if more == effects.HELD and _states(optimizer) < sum(len(group["params"]) for group in optimizer.param_groups):
+            _unmade(tx).append((weakref.ref(optimizer), _states(optimizer)))
+            breaks.break_graph("a GradScaler may leave out the optimizer's step, whose first one makes its states",
+                               "those behind it are captured", "call the step once before it is compiled, to have them made")
         if more:
             breaks.break_graph(
                 "a GradScaler may leave out the optimizer's step, which changes more than parameters and their states",
                 more, "train in bfloat16 without one, or have that done outside of the optimizer's step")
 
     return refuse_more
+
+
+def _states(optimizer: torch.optim.Optimizer | None) -> int:
+    return sum(bool(state) for state in optimizer.state.values()) if optimizer is not None else 0
+
+
+def _unmade(tx: Any) -> list[tuple[weakref.ref, int]]:
+    """Optimizers that have yet to make states, and how many they have: noted for the trace that begins anew."""
+    return vars(tx.speculation_log).setdefault("memopt_unmade", [])
 
 
 def call(tx: Any, function: Any, owner: Any, args: Any, kwargs: Any) -> Any:
@@ -162,6 +172,8 @@ def call(tx: Any, function: Any, owner: Any, args: Any, kwargs: Any) -> Any:
         tensors = dynamo.tensors_in(args[0])
         if tensors:
             scaler._lazy_init_scale_growth_tracker(compat.fake_value(tensors[0]).device)
+    for optimizer, known in _unmade(tx):  # the step is traced again as soon as these have more
+        compat.guard_value(owner.source, lambda _, of=optimizer, known=known: _states(of()) == known, "an optimizer makes states")
     if function.__name__ == "step" and scaler.is_enabled():
         optimizer = compat.object_behind(args[0])
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not type(optimizer).__module__.startswith("torch.optim"):

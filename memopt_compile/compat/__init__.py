@@ -55,6 +55,8 @@ __all__ = [
 
 # Around the update of every optimizer of torch's.
 UPDATE_WRAPPER = _use_grad_for_differentiable(lambda self: None).__code__
+# Around that of each class of which there has been an optimizer: `super().step()` meets it then.
+HOOKS_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def source_name(source: Any) -> str:

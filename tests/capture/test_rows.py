@@ -12,7 +12,11 @@ import rows
 import rows_scaler
 import torch
 from harness import STEPS, compiled, largest_difference, train
+from loops import mlp
+from torch import nn
 from torch._dynamo.variables import builder
+
+import memopt_compile as memopt
 
 
 def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, until: int = STEPS,
@@ -80,6 +84,23 @@ def test_optimizer_with_a_scaler(name):
         return rows_scaler.with_scaler(trained.modules[0], trained.optimizers[0])
 
     check(build, until=2)
+
+
+def test_states_made_in_a_step_that_may_be_left_out():
+    """Behind which the step is captured whole, also where a parameter never has any."""
+    def build():
+        model = nn.ModuleList([mlp(), mlp()])
+        return rows_scaler.with_scaler(model[0], rows_scaler.Lion(model.parameters()))
+
+    first, *_, last = check(build, whole=False)
+    assert "makes its states" in first.reason and (last.kind, last.reason) == ("step", None)
+
+
+def test_super_step_of_a_class_with_torchs_wrapper():
+    """Which is around the step of each class that has an optimizer, and runs hooks of all: `quantize_parameters_` has one."""
+    memopt.quantize_parameters_(mlp())
+    torch.optim.SGD(mlp().parameters(), 0.1)
+    test_row("optimizer_that_counts")
 
 
 def test_what_a_step_counts_is_no_size_to_a_budget():
