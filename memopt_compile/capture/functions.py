@@ -6,9 +6,10 @@ left to Dynamo, and so to the ordinary path.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -110,6 +111,26 @@ def inherited_step(step: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return step(self, *args, **kwargs)
 
 
+class Signature(NamedTuple):
+    """What ``inspect.signature`` gives: the names of what a function takes. (Of their defaults nothing is known.)"""
+
+    parameters: dict[str, None]
+
+
+def signature(*names: str) -> Signature:
+    return Signature(dict.fromkeys(names))
+
+
+def _signature(tx: Any, function: Any) -> Any:
+    """``inspect.signature`` of a function or method in a trace, None of anything else: Dynamo cannot trace that module."""
+    function = function.realize()
+    if not isinstance(function, compat.UserFunctionVariable):
+        return None
+    names = list(inspect.signature(function.fn).parameters)[isinstance(function, compat.UserMethodVariable):]
+    return compat.UserFunctionVariable(signature).call_function(
+        tx, [compat.VariableTracker.build(tx, name) for name in names], {})
+
+
 def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     """The result of one of `PREPARATIONS`, a `GradScaler`'s method or `inherited_step`, None for any other function."""
     function, owner = called.fn, getattr(called, "obj", None)
@@ -123,6 +144,8 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
     if getattr(function, "__code__", None) is BATCH_NORM and _is_cumulative(compat.object_behind(owner or args[0])):
         given = [owner, *args] if owner else args
         return compat.UserFunctionVariable(cumulative_batch_norm).call_function(tx, given, kwargs)
+    if function is inspect.signature and len(args) == 1 and not kwargs:
+        return _signature(tx, args[0])
     if function.__module__ == scaler.MODULE:
         return scaler.call(tx, function, owner, args, kwargs)
     if function is scaler.update_of:

@@ -21,7 +21,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVa
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 from torch.utils._device import DeviceContext
 
-from . import breaks
+from . import breaks, shared
 
 SET_ATTRIBUTE = (object.__setattr__, BaseException.__setattr__, types.SimpleNamespace.__setattr__)  # the last it refuses
 COPYING = ("torch._dynamo.polyfills.copy", "reduce_ex_user_defined_object")  # what Dynamo of 2.13 has for `__reduce_ex__`
@@ -60,6 +60,8 @@ def _called_class(original: Callable, self: Any, tx: Any, args: Any, kwargs: Any
         return UserFunctionVariable(variable).call_function(tx, args, kwargs)
     if self.value is types.MethodType and not kwargs and type(function := args[0].realize()) is UserFunctionVariable:
         return UserMethodVariable(function.fn, args[1])  # by `contextlib.ExitStack`
+    if not (args or kwargs) and (one := shared.made(tx, self.value)):
+        return one
     return original(self, tx, args, kwargs)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rows
+import rows_python
 import rows_scaler
 import torch
 from harness import STEPS, compiled, largest_difference, train
@@ -38,7 +39,9 @@ def check(build, whole: bool = True, graphs: int = 2, tolerance: float = 1e-9, u
 # optimizer's state has grown by the parameters that the first call did not use. torch takes a count of 0 or 1 for a constant.
 CHANGED = ("module_hook_in_some_steps", "hook_of_all_modules_in_some_steps", "scheduler_attached_in_the_middle",
            "weights_loaded_in_place_of_the_old", "weight_replaced",
-           "methods_of_classes_replaced_in_the_middle", "things_that_are_not_there_at_first", "weights_tied_in_the_middle", "optimizer_of_other_parameters")
+           "methods_of_classes_replaced_in_the_middle", "things_that_are_not_there_at_first",
+           "gradients_accumulated_by_a_state_of_two_objects", "state_of_all_made_in_the_step",
+           "weights_tied_in_the_middle", "optimizer_of_other_parameters")
 COUNTED = {"optimizer_that_counts": 4, **dict.fromkeys(("window_of_losses", "means_of_losses", "lookahead", "counts_of_a_global_optimizer"), 3), "weighted_means": 4}  # its rate warms up from zero
 GRAPHS = {"unused_in_some_steps": 3, "step_of_the_class_replaced_in_the_middle": 4, "group_added_in_the_middle": 4, "two_compiled_steps": 4,
           "texts_as_keys": STEPS,
@@ -94,6 +97,11 @@ def test_states_made_in_a_step_that_may_be_left_out():
 
     first, *_, last = check(build, whole=False)
     assert "makes its states" in first.reason and (last.kind, last.reason) == ("step", None)
+
+
+def test_a_state_that_making_one_changes():
+    """Is made by Python, and its class beside the step."""
+    check(rows_python.state_that_making_one_changes, whole=False)
 
 
 def test_super_step_of_a_class_with_torchs_wrapper():
