@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .. import compat, ctc, gaussian_loss, margin_loss
-from ..compat import breaks, guards, python
+from ..compat import breaks, guards, python, schedulers
 from . import scaler, torch_optim
 
 # Functions that make a module ready for its first forward, and do nothing after that. They run
@@ -146,6 +146,8 @@ def prepare(called: Any, args: Any, kwargs: Any, tx: Any) -> Any:
         return compat.UserFunctionVariable(cumulative_batch_norm).call_function(tx, given, kwargs)
     if function is inspect.signature and len(args) == 1 and not kwargs:
         return _signature(tx, args[0])
+    if (function.__module__, function.__name__) == (schedulers.MODULE, "step") and owner and not (args or kwargs):
+        return schedulers.put_off(tx, owner)
     if function.__module__ == scaler.MODULE:
         return scaler.call(tx, function, owner, args, kwargs)
     if function is scaler.update_of:

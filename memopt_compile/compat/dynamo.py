@@ -51,6 +51,7 @@ from . import (
     lists,
     numbers,
     python,
+    schedulers,
     shared,
     source_name,
     texts,
@@ -99,6 +100,7 @@ def _tracked(original: Callable, self: Any, value: Any) -> Any:
     """`VariableBuilder._wrap`, with an optimizer as an object that may change: Dynamo forgets what is written to one
     (``self.steps += 1``), without a word."""
     result = shared.wrap(functools.partial(lists.wrap_any, original), self, value)
+    result = schedulers.is_known(self.tx.output, value, result)
     if type(result) is OptimizerVariable and value not in self.tx.output.side_effects:
         return self.tx.output.side_effects.track_object_existing(value, result)
     return result
@@ -344,7 +346,7 @@ def tracing_scope(
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*method) for method in (*texts.REPLACED, *lists.REPLACED, *items.REPLACED,
-                                       *guards.REPLACED, *python.REPLACED, *shared.REPLACED)),
+                                       *guards.REPLACED, *python.REPLACED, *shared.REPLACED, *schedulers.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

@@ -34,6 +34,7 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from . import items as compat_items
+from . import schedulers
 
 
 def behind_the_step(tx: Any) -> None:
@@ -206,7 +207,8 @@ def _write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kw
         variable.maxlen = ConstantVariable.create(None)  # Dynamo refuses any other; the items fit as they are
     try:
         with mock.patch.object(effects, "_get_modified_vars", lambda: others):
-            return original(effects, codegen, *args, **kwargs)
+            original(effects, codegen, *args, **kwargs)
+            schedulers.call_them(codegen)
     finally:
         for variable, length in zip(bounded, lengths, strict=True):
             variable.maxlen = length

@@ -25,6 +25,8 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import schedulers
+
 # Of a variable, what says where it came from and not what it is.
 _NOT_STATE = {"source", "source_location", "mutation_type", "guards", "proxy", "parents_tracker",
               "user_code_variable"}
@@ -110,7 +112,7 @@ def python_state(tx: Any, but: Any) -> tuple[tuple, list[Any]]:
     outside = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations)
                if isinstance(v, VariableTracker) and isinstance(
                    v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
-    found = (tuple(frames), tuple(map(state, outside)), len(getattr(root, "random_calls", ())))
+    found = (tuple(frames), tuple(map(state, outside)), len(getattr(root, "random_calls", ())), len(schedulers.calls(root.output)))
     return found, _outermost(tensors)
 
 

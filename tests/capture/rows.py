@@ -15,6 +15,7 @@ import rows_optimizers  # noqa: F401  (fills both)
 import rows_ordinary  # noqa: F401  (fills ORDINARY)
 import rows_python  # noqa: F401  (fills both)
 import rows_scaler  # noqa: F401  (fills both)
+import rows_schedulers  # noqa: F401  (fills both)
 import rows_steps  # noqa: F401  (fills ROWS)
 import torch
 import torch.nn.functional as F

@@ -317,25 +317,6 @@ def optimizer_of_other_parameters() -> Loop:
 
 
 @ordinary
-def schedulers_in_a_list() -> Loop:
-    """The step is whole before; a graph that ends within a loop leaves all of the function to Python."""
-    model = mlp()
-    opt = adamw(model)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step()
-        return loss
-
-    return loop(model, opt, step)
-
-
-@ordinary
 def second_half_in_pieces() -> Loop:
     """The first half is captured whole."""
     models = [mlp(), mlp()]

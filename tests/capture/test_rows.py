@@ -11,6 +11,7 @@ import pytest
 import rows
 import rows_python
 import rows_scaler
+import rows_schedulers
 import torch
 from harness import STEPS, compiled, largest_difference, train
 from loops import mlp
@@ -99,6 +100,12 @@ def test_states_made_in_a_step_that_may_be_left_out():
     assert "makes its states" in first.reason and (last.kind, last.reason) == ("step", None)
 
 
+@pytest.mark.parametrize("name", rows_schedulers.READS)
+def test_numbers_that_a_scheduler_writes_are_read_behind_it(name):
+    first, *_ = check(rows_schedulers.READS[name], whole=False)
+    assert (first.kind, first.reason) == ("step", None)
+
+
 def test_a_state_that_making_one_changes():
     """Is made by Python, and its class beside the step."""
     check(rows_python.state_that_making_one_changes, whole=False)
@@ -153,7 +160,7 @@ def test_ordinary_path(name, caplog):
 @pytest.mark.parametrize(("name", "remedy"), [
     *((f"grad_scaler_and_{what}", "outside of the optimizer's step") for what in (
         "adama", "a_mean_of_weights", "an_update_that_counts")),
-    ("grad_scaler_and_states_made_in_its_step", "call the step once before"), ("schedulers_in_a_list", "call it behind the step"),
+    ("grad_scaler_and_states_made_in_its_step", "call the step once before"), ("scheduler_ahead_of_the_update", "call it behind the step"),
     ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step")])
 def test_the_line_says_what_to_do(name, remedy, caplog):
     """Where Dynamo says of a function of torch's no more than to avoid it."""
