@@ -40,7 +40,7 @@ class _Waits(VariableTracker):
     def python_type(self) -> Any:
         _no_more(breaks.traced_now())
 
-    reconstruct = var_getattr = call_method = as_proxy = lambda self, *args, **kwargs: self.python_type()
+    reconstruct = var_getattr = call_method = as_proxy = is_python_constant = lambda self, *args, **kwargs: self.python_type()
 
 
 class _Scheduler(UserDefinedObjectVariable):

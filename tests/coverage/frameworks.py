@@ -1,9 +1,9 @@
-"""Models compiled by memopt in other people's loops: Hugging Face's Trainer, Lightning, Accelerate.
+"""Models and steps compiled by memopt in other people's loops: Hugging Face's Trainer, Lightning, Accelerate.
 
     python tests/coverage/frameworks.py
 
-Each trains a small model in float64 twice from one seed, as it is and behind ``model.compile(backend="memopt")``, and
-prints a row: how many graphs were made, and the largest difference of any parameter. A framework that is not installed is skipped.
+Each trains a small model in float64 twice from one seed, as it is and behind ``model.compile(backend="memopt")``, or with
+the whole step compiled, and prints a row: how many graphs were made, and the largest difference of any parameter. A framework that is not installed is skipped.
 Not collected by pytest.
 """
 
@@ -113,7 +113,60 @@ def accelerate(prepare: Callable) -> nn.Module:
     return model
 
 
-WAYS = {"transformers, accelerate": (trainer, trainer_with_checkpoints), "lightning": (lightning,), "accelerate": (accelerate,)}
+def accelerate_whole_step(prepare: Callable) -> nn.Module:
+    """A step of Accelerate's as its documentation has it, compiled whole, with a scheduler."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), Network()
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    model, opt, scheduler, batches = accelerator.prepare(model, opt, scheduler, DataLoader(points(), batch_size=8))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    run = prepare(step) or step
+    for _ in range(2):
+        for x, y in batches:
+            run(x, y)
+    return model
+
+
+def fabric_whole_step(prepare: Callable) -> nn.Module:
+    """A step of Lightning Fabric's, compiled whole."""
+    from lightning_fabric import Fabric
+
+    fabric, model = Fabric(accelerator="cpu", precision="64-true"), Network()
+    model, opt = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, opt, max_norm=0.5)
+        opt.step()
+        return loss.detach()
+
+    run = prepare(step) or step
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=8):
+            run(x, y)
+    return model
+
+
+WAYS = {"transformers, accelerate": (trainer, trainer_with_checkpoints), "lightning": (lightning,), "accelerate": (accelerate, accelerate_whole_step),
+        "lightning_fabric": (fabric_whole_step,)}
 
 
 def row(train: Callable) -> str:
@@ -124,10 +177,11 @@ def row(train: Callable) -> str:
         graphs.append(record)
         original(frame, record)
 
-    def compile_it(model: nn.Module) -> None:
-        model.compile(backend="memopt", options={"lowering": "eager"})
+    def compile_it(what: nn.Module | Callable) -> Callable | None:
+        how = {"backend": "memopt", "options": {"lowering": "eager"}}
+        return what.compile(**how) if isinstance(what, nn.Module) else torch.compile(what, **how)
 
-    for prepare in (lambda model: None, compile_it):
+    for prepare in (lambda what: None, compile_it):
         torch.compiler.reset()
         torch.manual_seed(0)
         with mock.patch.object(driver, "remember", remember):
@@ -135,7 +189,8 @@ def row(train: Callable) -> str:
         found.append([p.detach() for p in model.parameters()])
     assert graphs, "nothing was compiled"
     largest = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
-    return f"| {train.__name__.replace('_', ' ')} | {len(graphs)} | {largest:.1e} |"
+    whole = "whole_step" not in train.__name__ or {(each.kind, each.reason) for each in graphs} == {("step", None)}
+    return f"| {train.__name__.replace('_', ' ')} | {len(graphs)}{'' if whole else ', not whole'} | {largest:.1e} |"
 
 
 def main() -> None:
