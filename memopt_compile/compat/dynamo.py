@@ -175,13 +175,15 @@ def tracing_scope(
     `checks` says whether the graph may check data where a branch raises, and `checked` is told of each.
     """
 
-    def replaced(cls: type, name: str, new: Callable) -> Any:
-        original = cls.__dict__[name]
+    @contextlib.contextmanager
+    def replaced(cls: type, name: str, new: Callable) -> Iterator[None]:
+        original = cls.__dict__[name]  # by then: where two replace one, the later calls the earlier
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return new(original, self, *args, **kwargs)
 
-        return mock.patch.object(cls, name, method)
+        with mock.patch.object(cls, name, method):
+            yield
 
     def tensor_getattr(original: Callable, self: Any, tx: Any, name: str) -> Any:
         # torch 2.13 writes a source onto what it finds here, also when that is the shared

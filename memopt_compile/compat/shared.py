@@ -1,20 +1,31 @@
-"""Objects that are one: several that have one `__dict__` (``self.__dict__ = self._shared_state``, as Accelerate's states do).
+"""What a step writes by one name and reads by another, which Dynamo keeps apart: a step that asks would go the other way
+without a word.
 
-Dynamo keeps what a step writes to each object apart, so that ``b.flag`` would not show what is written to ``a.flag``, and
-a step that asks would go the other way without a word. Here such objects are one to it, with guards that they still are.
+1. Objects that have one `__dict__` (``self.__dict__ = self._shared_state``, as Accelerate's states do) are one here, with guards that
+   they still are.
+2. What is written to a class (``Trainer.calls += 1``) is what its objects and the classes derived from it have.
+3. Globals of the step's own module are what that has as attributes.
+
 Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import GlobalSource
+from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.user_defined import (
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+)
 
 from . import breaks, guard_value
 
@@ -57,11 +68,67 @@ def made(tx: Any, kind: type) -> Any:
     return VariableTracker.build(tx, one, GlobalSource(tx.output.install_global("memopt_shared", one)))
 
 
+def _written_to_class(tx: Any, kinds: tuple, name: str) -> Any:
+    """What the trace has written to the first of these classes that has such an attribute; None if that has its own still."""
+    effects = tx.output.side_effects
+    for kind in kinds:
+        variable = effects.id_to_variable.get(id(kind))
+        if variable is not None and effects.has_pending_mutation_of_attr(variable, name):
+            return effects.load_attr(variable, name)
+        if name in vars(kind):
+            return None
+    return None
+
+
+def _of_object(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    if _are_classes_written(tx.output) and name not in getattr(self.value, "__dict__", ()) and not (
+            tx.output.side_effects.has_pending_mutation_of_attr(self, name)):
+        if (written := _written_to_class(tx, type(self.value).__mro__, name)) is not None:
+            return written
+    return original(self, tx, name)
+
+
+def _of_class(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    if _are_classes_written(tx.output):
+        if name == "__dict__" and self in tx.output.side_effects.store_attr_mutations:
+            breaks.break_graph("the __dict__ of a class that is written to", "Dynamo reads the old one", "read the attribute itself")
+        if (written := _written_to_class(tx, self.value.__mro__, name)) is not None:
+            return written
+    result = original(self, tx, name)
+    if self.source and result.source is None and ConstantVariable.is_literal(own := vars(self.value).get(name)):
+        return VariableTracker.build(tx, own, AttrSource(self.source, name))  # torch 2.11 guards none of these
+    return result
+
+
+def _of_module(original: Callable, self: Any, tx: Any, name: str) -> Any:
+    effects = tx.output.side_effects
+    if vars(self.value) is tx.output.global_scope:
+        known = effects.id_to_variable.get(id(tx.output.root_tx.symbolic_globals.get(name, effects)))
+        if known is not None and effects.has_pending_mutation_of_attr(known, name):
+            return effects.load_global(known, name)
+    return original(self, tx, name)
+
+
+def _are_classes_written(output: Any) -> bool:
+    return "memopt_classes" in vars(output)
+
+
 def _store_attr(original: Callable, effects: Any, item: Any, name: str, *value: Any) -> None:
+    output = breaks.traced_now()
     if name == "__dict__":
         breaks.break_graph("an object is given another __dict__", "Dynamo would go on with its own",
                            "make the object outside of the step")
+    if isinstance(item, PythonModuleVariable) and vars(item.value) is output.global_scope:
+        breaks.break_graph("a global of the step's own module is written as an attribute", "Dynamo would read the old one",
+                           "declare it global, and assign it")
+    if isinstance(item, UserDefinedClassVariable):
+        output.memopt_classes = True
+    if isinstance(item, UserDefinedObjectVariable) and isinstance(
+            own := inspect.getattr_static(type(item.value), name, None), property) and own.fset:
+        UserMethodVariable(own.fset, item).call_function(output.root_tx, [*value], {})  # torch 2.11 calls none
+        return None
     return original(effects, item, name, *value)
 
 
-REPLACED = [(SideEffects, "store_attr", _store_attr)]
+REPLACED = [(SideEffects, "store_attr", _store_attr), (UserDefinedObjectVariable, "var_getattr", _of_object),
+            (UserDefinedClassVariable, "var_getattr", _of_class), (PythonModuleVariable, "var_getattr", _of_module)]

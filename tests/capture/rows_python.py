@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import logging
 import random
@@ -46,77 +45,6 @@ def trainer_that_keeps_the_best() -> Loop:
     trainer = Trainer()
     return loop(trainer.model, trainer.opt, trainer.step, wrap=both_and(lambda: [
         trainer.losses, trainer.best, trainer.waited, dict(trainer.kept)]))
-
-
-class OneState:
-    """All of this class are one, as Accelerate's states are."""
-
-    shared: dict = {}
-
-    def __init__(self) -> None:
-        self.__dict__ = self.shared
-
-
-class OtherState(OneState):
-    pass
-
-
-class Wrapped:
-    """An optimizer that steps where gradients are complete, with a state of its own that is the loop's, too."""
-
-    def __init__(self, opt, kind=OneState) -> None:
-        self.opt, self.state = opt, kind()
-
-    def step(self) -> None:
-        if self.state.complete:
-            self.opt.step()
-
-    def zero_grad(self) -> None:
-        if self.state.complete and "set_to_none" in inspect.signature(self.opt.zero_grad).parameters:
-            self.opt.zero_grad(set_to_none=False)
-
-
-def of_one_state(kind=OneState, state=None) -> Loop:
-    model = mlp()
-    OneState.shared.clear()
-    of_loop, opt = OneState(), Wrapped(adamw(model), kind)
-    of_loop.calls, of_loop.complete = 0, False
-
-    def step(x, y):
-        now = state() if state else of_loop
-        now.complete = not now.complete
-        loss = F.cross_entropy(model(x), y) / 2
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    return loop(model, opt.opt, step, wrap=both_and(lambda: of_loop.complete))
-
-
-@row
-def gradients_accumulated_by_a_state_of_two_objects() -> Loop:
-    return of_one_state()
-
-
-@row
-def state_of_all_made_in_the_step() -> Loop:
-    return of_one_state(state=OneState)
-
-
-@ordinary
-def state_of_two_classes() -> Loop:
-    return of_one_state(OtherState)
-
-
-def state_that_making_one_changes() -> Loop:
-    """Python makes it, ahead of the forward."""
-    class Counted(OneState):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls += 1
-
-    return of_one_state(state=Counted)
 
 
 @row
