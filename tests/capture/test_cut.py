@@ -94,7 +94,8 @@ def number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-@pytest.mark.parametrize("name", [name for name, build in BUILDS.items() if places(build) and number(name) % 3 == 0])
+@pytest.mark.parametrize("name", [name for name, build in BUILDS.items() if places(build) and number(name) % 3 == 0
+                                  and name != "global_read_as_an_attribute_of_its_module"])  # a cut copies globals
 @pytest.mark.table(8)
 def test_somewhere(name):
     """A third of the rows, each in one place: `cut.py` takes half an hour for all."""
