@@ -39,7 +39,7 @@ from . import (
 )
 from .backends import eager, inductor
 from .capture import iterations, read_later, telling, update_operator
-from .compat import breaks, data, trace, used_up
+from .compat import breaks, data, hooks, trace, used_up
 from .distributed import tensor_parallel, wrapping
 from .errors import CaptureError, MemoptError, OptionError
 from .finiteness import random_numbers
@@ -123,9 +123,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(kinds.results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
-    if kind == "model" and trace.hands_on_hooked(gm):
-        return _in_eager(gm, record, notes, "a tensor that a part of it hands on has a hook of that part",
-                         "take the line out that cuts the step, or multiply the gradient in place of the hook")
+    if kind == "model" and hooks.are_there(breaks.traced_now()):
+        telling.tell(notes, notes.where, "a hook is registered on a tensor whose backward is not in this graph", hooks.REMEDY)
+        hooks.leave(breaks.traced_now())
     if kind == "model":
         compat.settle_unused_floats(gm)
         piece, needed = second_derivative.copied(gm), unused_outputs.sources(gm)

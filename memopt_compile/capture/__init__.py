@@ -200,7 +200,7 @@ def _autograd_grad(original: Callable, self: Any, tx: Any, *args: Any, **kwargs:
                   args)
     outputs, inputs = kwargs.pop("outputs"), dynamo.sequence(tx, kwargs.pop("inputs"))  # or a generator
     backward.refuse_nested(tx)
-    backward.refuse_hooks(tx, dynamo.tensors_in(inputs))
+    backward.refuse_hooks(tx, dynamo.tensors_in(inputs), _notes)
     if (marked := backward.marked(tx, outputs, kwargs.get("grad_outputs"))) is not None:
         kwargs["grad_outputs"] = marked
     try:

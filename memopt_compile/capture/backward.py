@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..compat import breaks, dynamo, guards
+from ..compat import breaks, dynamo, guards, hooks
 from ..optim.gradients import keep_in_8_bits, round_gradient, rounds
 from ..quantization.parameters import LowPrecisionTensor
+from . import telling
 
 
 @torch.library.custom_op("memopt::seed", mutates_args=())
@@ -103,13 +104,20 @@ def refuse_nested(tx: Any) -> None:
                            "the step's graph", "pad them: nested.to_padded_tensor(0.0)")
 
 
-def refuse_hooks(tx: Any, inputs: Any) -> None:
+def refuse_hooks(tx: Any, inputs: Any, notes: Any) -> None:
     """A derivative for `inputs` is traced only where no gradient hook would run outside of the graph.
 
     Those that the step itself registers Dynamo puts on the tensors of its caller when the graph has run.
     """
     if tx.output.side_effects.tensor_hooks:
         _refuse_hook()
+    try:
+        hooks.refuse_changed(tx)
+    except compat.Unsupported as error:  # the forward alone would have the old one, too
+        telling.tell_of_break(notes, error)
+        if not breaks.demands_one_graph(tx.output):
+            breaks.run_in_eager(error)
+        raise
     sources = [variable.source for variable in inputs if variable.source is not None]
     if sources and guards.saved_tensors_are_hooked(sources[0]):
         breaks.break_graph("there are hooks on what autograd saves", "in the graph nothing is saved",

@@ -47,6 +47,7 @@ from . import (
     each,
     fake_value,
     guards,
+    hooks,
     items,
     lists,
     numbers,
@@ -320,7 +321,7 @@ def tracing_scope(
         mock.patch.object(torch_guards, "is_from_optimizer_source", lambda source: False),
         mock.patch.object(torch_guards, "match_on_id_for_tensor", functools.partial(
             guards.is_the_same_tensor, torch_guards.match_on_id_for_tensor)),
-        branches.patches(checks, checked), *python.patches(), *decided.patches(),
+        branches.patches(checks, checked), *python.patches(), *decided.patches(), *shared.patches(),
         # In float32 on a CPU torch would trace its inference kernel, whose backward ends the process.
         mock.patch.object(decompositions, "select_one_layer_lstm_function",
                           lambda *args: decompositions.one_layer_lstm),
@@ -348,7 +349,7 @@ def tracing_scope(
         replaced(VariableBuilder, "_wrap", _tracked),
         mock.patch.object(VariableBuilder, "_type_dispatch", staticmethod(lambda: types_known)),
         *(replaced(*method) for method in (*texts.REPLACED, *lists.REPLACED, *items.REPLACED,
-                                       *guards.REPLACED, *python.REPLACED, *shared.REPLACED, *schedulers.REPLACED)),
+                                       *guards.REPLACED, *python.REPLACED, *shared.REPLACED, *schedulers.REPLACED, *hooks.REPLACED)),
         replaced(UserFunctionVariable, "call_function", call_function),
         replaced(LoggingLoggerVariable, "call_method", call_logger),
         replaced(SkipFunctionVariable, "call_function", call_skipped),

@@ -24,13 +24,13 @@ HELD = "what a list or dict holds"
 
 def watch(tx: Any) -> Callable[[list], str]:
     """Says later, of the tensor variables that may be written: what else was changed since, ``""`` if nothing was."""
-    effects = tx.output.side_effects
+    effects = tx.output.side_effects  # another object behind a function that is traced apart
     versions, contents = _versions(tx), _contents(effects)
     known = {id(variable) for variable in effects.id_to_variable.values()} | {id(owner) for owner, _ in contents}
 
     def is_changed(owner: Any, name: str, content: Any) -> bool:
         made = isinstance(owner.mutation_type, AttributeMutationNew | ValueMutationNew) and id(owner) not in known
-        return not made and owner.mutation_type is not None and effects.is_modified(owner) and (
+        return not made and owner.mutation_type is not None and tx.output.side_effects.is_modified(owner) and (
             contents.get((owner, name)) != content)
 
     def changed(allowed: list) -> str:
@@ -39,7 +39,7 @@ def watch(tx: Any) -> Callable[[list], str]:
             is_there = node in versions or node.op == "placeholder"
             if is_there and version != versions.get(node, 0) and _storage(node) not in ours:
                 return f"a tensor ({node.name})"
-        return next((name for (owner, name), content in _contents(effects).items() if is_changed(owner, name, content)), "")
+        return next((name for (owner, name), content in _contents(tx.output.side_effects).items() if is_changed(owner, name, content)), "")
 
     return changed
 

@@ -36,14 +36,6 @@ from .sizes import largest
 CHECKS = (torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
-def hands_on_hooked(gm: fx.GraphModule) -> bool:
-    """Whether a result of the graph has a hook that was traced with it (torch 2.13 and newer). Compiled, that is inside of
-    the graph, and what is asked of the result behind, its gradient or another hook, comes before it."""
-    results = gm.graph.output_node().all_input_nodes
-    return any(getattr(n.target, "__name__", "") == "register_hook" and not {n, n.args[0]}.isdisjoint(results)
-               for n in gm.graph.nodes if n.op == "call_function")
-
-
 def float32_precision(device_type: str, kind: str) -> str:
     """What the float32 operands of a "matmul" or a "conv" are rounded to on the type of device: "ieee" if they are not,
     "tf32" or "bf16".

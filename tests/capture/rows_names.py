@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from loops import Loop, adamw, both_and, loop, mlp, ordinary, row
 from torch import nn
@@ -191,3 +192,88 @@ def class_changed_between_calls() -> Loop:
         return loss.detach()
 
     return loop(model, opt, step, after=lambda i: Settings.put(i % 2 == 1))
+
+
+def scaled_behind(apart: Callable) -> Loop:
+    """What is written to an object behind a function that Dynamo traces apart."""
+    model, state = mlp(), Settings()
+    opt = adamw(model)
+
+    def step(x, y):
+        state.scale = 1.0
+        hidden = apart(model[0](x))
+        state.scale = 3.0
+        loss = F.cross_entropy(model[1:](hidden), y) * state.scale
+        loss.backward()
+        state.seen = state.scale
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(model, opt, step, wrap=both_and(lambda: [state.scale, state.seen]))
+
+
+@row
+def attribute_written_behind_a_hook() -> Loop:
+    def apart(hidden):
+        hidden.register_hook(lambda g: g * 2)
+        return hidden
+
+    return scaled_behind(apart)
+
+
+@row
+def attribute_written_behind_a_branch() -> Loop:
+    return scaled_behind(lambda hidden: torch.cond(hidden.sum() > 0, lambda h: h * 2, lambda h: h * 3, (hidden,)))
+
+
+def read_by_a_hook(put: Callable, get: Callable) -> Loop:
+    model = mlp()
+    opt = adamw(model)
+
+    def step(x, y):
+        put(1.0)
+        hidden = model[0](x)
+        hidden.register_hook(lambda g: g * get())
+        put(3.0)
+        F.cross_entropy(model[1:](hidden), y).backward()
+        opt.step()
+        opt.zero_grad()
+
+    return loop(model, opt, step)
+
+
+@ordinary
+def hook_that_reads_what_changes() -> Loop:
+    state = Settings()
+    return read_by_a_hook(lambda value: setattr(state, "scale", value), lambda: state.scale)
+
+
+@row
+def hook_that_reads_a_tensor() -> Loop:
+    """Which is the same tensor, with another number by then."""
+    scale = torch.ones(())
+    return read_by_a_hook(lambda value: scale.fill_(value), lambda: scale)
+
+
+@ordinary
+def hook_in_a_part_of_the_step() -> Loop:
+    """The backward is not in its graph."""
+    model, state = mlp(), Settings()
+    opt = adamw(model)
+
+    def forward(x):
+        hidden = model[0](x)
+        hidden.register_hook(lambda g: g * state.scale)
+        return model[1:](hidden)
+
+    def step(x, y):
+        state.scale = 1.0
+        out = forward(x)
+        torch._dynamo.graph_break()
+        state.scale = 3.0
+        F.cross_entropy(out, y).backward()
+        opt.step()
+        opt.zero_grad()
+
+    return loop(model, opt, step)
