@@ -99,7 +99,8 @@ def _of_class(original: Callable, self: Any, tx: Any, name: str) -> Any:
         if (written := _written_to_class(tx, self.value.__mro__, name)) is not None:
             return written
     result = original(self, tx, name)
-    if self.source and result.source is None and ConstantVariable.is_literal(own := vars(self.value).get(name)):
+    if self.source and result.source is None and name in vars(self.value) and (
+            ConstantVariable.is_literal(own := vars(self.value)[name])):
         return VariableTracker.build(tx, own, AttrSource(self.source, name))  # torch 2.11 guards none of these
     return result
 
