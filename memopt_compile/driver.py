@@ -26,6 +26,7 @@ from . import (
     data_sizes,
     devices,
     folding,
+    inner_results,
     kinds,
     loops,
     old_gradients,
@@ -123,6 +124,10 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
     if kind == "model" and (notes.reason or notes.resumed) and used_up.backwards_apart(kinds.results(gm)):
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
+    inner = inner_results.positions(gm) if kind == "model" else []
+    if asked := inner and inner_results.asked_for_by(breaks.traced_now().root_tx):
+        return _in_eager(gm, record, notes, f"{asked} may ask for the gradient of a tensor that a piece of the step goes on from",
+                         inner_results.REMEDY)
     if kind == "model" and hooks.are_there(breaks.traced_now()):
         telling.tell(notes, notes.where, "a hook is registered on a tensor whose backward is not in this graph", hooks.REMEDY)
         hooks.leave(breaks.traced_now())
@@ -133,7 +138,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         with zero.naming_mixtures(notes.where):
             run = zero.together_as_a_model(_compile_model(gm, example_inputs, record), origin, record)
         run = unused_outputs.without_zeros(run, needed)
-        return second_derivative.twice_differentiable(run, piece, notes.where, record.device)
+        run = second_derivative.twice_differentiable(run, piece, notes.where, record.device)
+        return inner_results.without_hooks(run, inner, notes.where)
     run = _compile_step(gm, example_inputs, record, notes)
     if record.kind == "step":
         telling.stepped.add(notes.step)

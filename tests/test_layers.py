@@ -22,7 +22,7 @@ LONGEST = 400  # lines
 # Subpackages stand here as one name. A new module needs its place here.
 LAYERS = [
     {"errors", "options", "memory_plan", "host_part", "progress", "compat"},
-    {"step_graph", "aliases", "data_sizes", "second_derivative", "unused_outputs", "devices", "measure", "optim", "quantization", "distributed", "collectives", "arena", "replaced", "old_gradients", "ctc", "checks"},
+    {"step_graph", "aliases", "data_sizes", "inner_results", "second_derivative", "unused_outputs", "devices", "measure", "optim", "quantization", "distributed", "collectives", "arena", "replaced", "old_gradients", "ctc", "checks"},
     {"planning", "lowering", "liveness", "metadata", "stand_ins", "transfers", "in_slabs", "costs", "seconds", "seconds_cache", "timing", "shadow", "compression", "finiteness", "margin_loss", "gaussian_loss", "partition", "ordering", "fusing", "recordable", "structure", "loops", "folding", "rowwise", "row_regions", "row_classes", "row_loops", "row_splits", "row_slices", "row_twice"},
     {"step_pass", "pass_runs"},
     {"passes", "backends"},

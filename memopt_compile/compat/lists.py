@@ -155,34 +155,35 @@ def read(tx: Any, function: Callable, args: Any) -> Any:
     return compat_items.item_of_array(tx, *args) if function is operator.getitem and len(args) == 2 else None
 
 
+def _looked_at(original: Callable, builder: Any, value: Any) -> Any:
+    # Known by then to the effects, which are others where something has been traced apart (a hook, a checkpoint).
+    with mock.patch.object(builder.tx.output.side_effects, "track_mutable", lambda value, variable: variable):
+        return original(builder, value)
+
+
 def wrap_any(original: Callable, builder: Any, value: Any) -> Any:
     """`VariableBuilder._wrap`, that does the same with a dict whose keys are constants."""
     if type(value) is not dict or not all(map(ConstantVariable.is_literal, value)):
         return original(builder, value)
-    effects = builder.tx.output.side_effects
 
     def look() -> Any:
-        with mock.patch.object(effects, "track_mutable", lambda value, variable: variable):
-            return original(builder, value)
+        return _looked_at(original, builder, value)
 
     builder.install_guards(GuardBuilder.TYPE_MATCH)
-    return effects.track_mutable(value, UnreadDict(value, look, source=builder.source))
+    return builder.tx.output.side_effects.track_mutable(value, UnreadDict(value, look, source=builder.source))
 
 
 def _wrap_list(original: Callable, builder: Any, value: Any) -> Any:
     """`VariableBuilder.wrap_listlike`, that looks into a list when it has to."""
-    effects = builder.tx.output.side_effects
-
     def look() -> Any:
-        with mock.patch.object(effects, "track_mutable", lambda value, variable: variable):  # it is known by then
-            return original(builder, value)
+        return _looked_at(original, builder, value)
 
     builder.install_guards(GuardBuilder.TYPE_MATCH)
     variable = UNREAD[type(value)](value, look, source=builder.source)
     if isinstance(value, collections.deque):
         install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
         variable.maxlen = ConstantVariable.create(value.maxlen)
-    return effects.track_mutable(value, variable)
+    return builder.tx.output.side_effects.track_mutable(value, variable)
 
 
 def _write_back(original: Callable, effects: Any, codegen: Any, *args: Any, **kwargs: Any) -> Any:

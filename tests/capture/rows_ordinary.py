@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from loops import CLASSES, WIDTH, Loop, adamw, loop, mlp, ordinary, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-# An older Dynamo traces such a hook as a function of its own, and has it behind with every backend.
-hooked = ordinary if importlib.util.find_spec("torch._higher_order_ops.register_hook") else lambda build: build
 
 
 @ordinary
@@ -108,44 +103,6 @@ def hook_registered_later() -> Loop:
 
     result.after = after
     return result
-
-
-@hooked
-def gradient_kept_behind_a_hook() -> Loop:
-    """Compiled, a hook of a part would come behind what is asked of what that part hands on."""
-    model = mlp()
-    opt = adamw(model)
-
-    def step(x, y):
-        hidden = model[0](x)
-        hidden.register_hook(lambda g: g * 0.5)
-        hidden.retain_grad()
-        F.cross_entropy(model[1:](hidden), y).backward()
-        opt.step()
-        opt.zero_grad()
-        return hidden.grad
-
-    return loop(model, opt, step)
-
-
-@hooked
-def derivative_behind_a_hook() -> Loop:
-    """The same, cut by another line."""
-    model = mlp()
-    opt = adamw(model)
-
-    def step(x, y):
-        hidden = model[0](x)
-        hidden.register_hook(lambda g: g * 0.5)
-        print(end="")
-        loss = F.cross_entropy(model[1:](hidden), y)
-        (outer,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return outer
-
-    return loop(model, opt, step)
 
 
 @ordinary

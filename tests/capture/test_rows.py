@@ -161,7 +161,9 @@ def test_ordinary_path(name, caplog):
     *((f"grad_scaler_and_{what}", "outside of the optimizer's step") for what in (
         "adama", "a_mean_of_weights", "an_update_that_counts")),
     ("grad_scaler_and_states_made_in_its_step", "call the step once before"), ("scheduler_ahead_of_the_update", "call it behind the step"),
-    ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step")])
+    ("packed_lstm", "the padded batch"), ("context_that_cannot_be_traced", "call it outside of the step"),
+    ("hook_that_writes", "have the gradient computed"), ("hook_that_asks_for_strides", "ask of its shape"),
+    ("hook_behind_a_break", "Remove the")])
 def test_the_line_says_what_to_do(name, remedy, caplog):
     """Where Dynamo says of a function of torch's no more than to avoid it."""
     with caplog.at_level(logging.WARNING, "memopt_compile"):
