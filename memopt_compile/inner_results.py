@@ -63,9 +63,8 @@ def _asks(code: CodeType, scope: Mapping[str, Any], seen: set[CodeType]) -> str:
             return f"`{'.'.join(sorted(names))}` in {code.co_name}"
     inner = [(each, scope) for each in code.co_consts if isinstance(each, CodeType)]
     for name in (*code.co_names, *code.co_freevars):
-        function = scope[name] if name in scope else getattr(type(scope.get("self")), name, None)
-        if isinstance(function, FunctionType):
-            function = inspect.unwrap(function)
+        function = scope[name] if name in scope else inspect.getattr_static(type(scope.get("self")), name, None)
+        if isinstance(function, FunctionType) and isinstance(function := inspect.unwrap(function), FunctionType):
             cells = zip(function.__code__.co_freevars, function.__closure__ or ())
             inner.append((function.__code__, ChainMap({n: c.cell_contents for n, c in cells if _is_filled(c)}, function.__globals__)))
     return next((found for each in inner if (found := _asks(*each, seen))), "")
