@@ -125,7 +125,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -
         return _in_eager(gm, record, notes, "parts of it that eager can go back through one by one are one piece",
                          "take the line out that cuts the step")
     inner = inner_results.positions(gm) if kind == "model" else []
-    if asked := inner and inner_results.asked_for_by(breaks.traced_now().root_tx):
+    if asked := inner and inner_results.asked_for_by(breaks.traced_now()):
         return _in_eager(gm, record, notes, f"{asked} may ask for the gradient of a tensor that a piece of the step goes on from",
                          inner_results.REMEDY)
     if kind == "model" and hooks.are_there(breaks.traced_now()):

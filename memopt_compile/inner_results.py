@@ -14,13 +14,14 @@ import sys
 import sysconfig
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from . import second_derivative
+from .compat import breaks
 from .errors import CaptureError
 
 NAMES = ({"register_hook"}, {"retain_grad"}, {"autograd", "grad"})
@@ -44,10 +45,9 @@ def _is_followed(node: Any) -> bool:
     return isinstance(node, fx.Node) and getattr(node.meta.get("example_value"), "requires_grad", False)
 
 
-def asked_for_by(tx: Any) -> str:
-    """What in the function that `tx` traces, in those that call it, or in theirs asks for gradients of such results: a name, and where."""
-    closed = {name: cell.cell_contents for name, cell in zip(tx.f_code.co_freevars, tx.closure or ()) if _is_filled(cell)}
-    scopes, frame = [(tx.f_code, ChainMap(tx.f_locals, closed, tx.f_globals))], sys._getframe()
+def asked_for_by(output: Any) -> str:
+    """What in the function traced into `output`, in those that call it, or in theirs asks for gradients of such results: a name, and where."""
+    scopes, frame = [breaks.frame_of(output)], sys._getframe()
     while (frame := frame.f_back) is not None:
         scopes.append((frame.f_code, ChainMap(frame.f_locals, frame.f_globals)))
     seen: set[CodeType] = set()
@@ -65,13 +65,8 @@ def _asks(code: CodeType, scope: Mapping[str, Any], seen: set[CodeType]) -> str:
     for name in (*code.co_names, *code.co_freevars):
         function = scope[name] if name in scope else inspect.getattr_static(type(scope.get("self")), name, None)
         if isinstance(function, FunctionType) and isinstance(function := inspect.unwrap(function), FunctionType):
-            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-            inner.append((function.__code__, ChainMap({n: c.cell_contents for n, c in cells if _is_filled(c)}, function.__globals__)))
+            inner.append((function.__code__, ChainMap(breaks.closed_over(function.__code__, function.__closure__), function.__globals__)))
     return next((found for each in inner if (found := _asks(*each, seen))), "")
-
-
-def _is_filled(cell: CellType) -> bool:
-    return cell != CellType()
 
 
 def without_hooks(run: Callable, inner: list[int], where: str) -> Callable:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from collections import ChainMap
+from collections.abc import Mapping
+from types import CellType, CodeType
 from typing import Any, NoReturn
 
 from torch._dynamo import config
@@ -128,6 +131,17 @@ def can_end(output: Any) -> bool:
 def is_named(output: Any, name: str) -> bool:
     """Whether the frame itself has an attribute of this name anywhere."""
     return name in output.root_tx.f_code.co_names
+
+
+def closed_over(code: CodeType, closure: tuple[CellType, ...] | None) -> dict[str, Any]:
+    """What the names of an outer function are, where they are anything yet."""
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure or ()) if cell != CellType()}
+
+
+def frame_of(output: Any) -> tuple[CodeType, Mapping[str, Any]]:
+    """The code of the frame itself, and what its names are."""
+    root = output.root_tx
+    return root.f_code, ChainMap(root.f_locals, closed_over(root.f_code, root.closure), root.f_globals)
 
 
 def break_place(error: Any) -> tuple[str, int, str] | None:
